@@ -1,0 +1,194 @@
+"""Every number of a run, as constants.
+
+A `Recipe` is one frozen dataclass. Its defaults are the published DeepSpec values for DSpark; an instance per target overrides only
+what that target dictates, and the CPU recipes say beside each shrunk value why it is smaller. Nothing here is read from
+the environment: fork the file and edit it. `torchrun train.py` runs DEFAULT, `torchrun train.py qwen3-8b` another one.
+Read next: dspark.py (the draft and its objective), then train.py (the loop).
+"""
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run. Lengths are in tokens, batches in samples, steps are optimizer steps."""
+    name: str
+
+    # The target: what the checkpoint dictates.
+    target: str                                  # Hugging Face name or folder; targets.py knows where it comes from
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]            # i = output of decoder layer i (capture.py states the convention)
+    hidden_size: int
+    num_attention_heads: int                     # draft geometry; follows the target's unless stated
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int                              # rows of the target's embedding, padding included
+    mask_token_id: int                           # a row of the embedding that the tokenizer never produces
+    stop_token_ids: tuple[int, ...] = ()         # empty: the target's generation config knows them
+    rope_theta: float = 1_000_000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 40_960
+    engine: str = "transformers"                 # who runs the target: "transformers" or "sglang"
+    dtype: str = "bfloat16"                      # compute dtype on CUDA; CPUs always compute in float32
+
+    # The draft.
+    draft: str = "dspark"
+    block_size: int = 7
+    num_draft_layers: int = 5
+    markov_rank: int = 256                       # 0: no Markov head
+    markov_head_type: str = "vanilla"            # vanilla, gated or rnn
+    markov_init: str = "random"                  # "bigram": start from the target's own bigrams (train.py, CPU recipes)
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+
+    # The objective.
+    num_anchors: int = 512                       # blocks per sample
+    ce_weight: float = 0.1
+    l1_weight: float = 0.9
+    confidence_weight: float = 1.0
+    loss_decay_gamma: float = 4.0                # weight of slot t is exp(-t / gamma)
+
+    # The optimizer.
+    optimizer: str = "adamw"                     # "muon" on the CPU recipes: Newton-Schulz for the matrices, AdamW for the rest
+    lr: float = 6e-4
+    muon_lr: float = 0.02                        # for the matrices when optimizer is "muon"; follows the same schedule
+    lr_scale: float = 1.0                        # 0.5 is the remedy if a run collapses at the schedule's peak
+    warmup_ratio: float = 0.04
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0                       # global norm over all ranks
+    rewarm_steps: int = 64                       # linear ramp after a resume that lost Adam's moments
+
+    # The batch: global_batch = streams x micro-batch x accumulation; the loop derives the accumulation.
+    global_batch: int = 512
+    micro_batch: int = 1                         # samples per forward over all ranks of one target replica
+    epochs: int = 10
+    max_steps: int = 0                           # 0: epochs decide
+    max_length: int = 4096
+    min_supervised: int = 14                     # 2 x block: samples with fewer supervised tokens are left out
+    min_retention: float = 0.9                   # fewer survivors than this abort the run: the mask is wrong
+    seed: int = 42
+
+    # Checkpoints, logging, evaluation.
+    save_every: int = 16
+    keep_checkpoints: int = 3
+    log_every: int = 1
+    cache_captures: bool = False                 # keep captured states on disk between epochs (small targets only)
+    evals_per_epoch: int = 10
+    eval_tasks: tuple[str, ...] = ()             # empty: every task file in eval_datasets/
+    eval_limit: int = 32                         # prompts per task of the in-loop evaluation
+    eval_seed: int = 980406
+    eval_max_new_tokens: int = 2048
+    eval_temperature: float = 1.0
+
+    # The corpus.
+    corpus: str = ""                             # Hugging Face dataset, a jsonl file, or "own:gsm_symbolic": the target's own answers
+    corpus_size: int = 0                         # prompts of an "own:" corpus
+    corpus_max_new_tokens: int = 256
+    corpus_temperature: float = 1.0
+    chat_family: str = "chatml"                  # data_glm.py: FAMILIES
+    thinking: str = "none"                       # none, off, on: recorded with every evaluation result
+
+
+def spread_layers(num_layers: int, taps: int) -> tuple[int, ...]:
+    """Layer ids spread evenly from 1 to num_layers - 3 (DFlash's default rule): shallow, middle and deep, never the last layer."""
+    if taps == 1:
+        return (num_layers // 2,)
+    return tuple(round(1 + i * (num_layers - 4) / (taps - 1)) for i in range(taps))
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """Hash of every value: ranks compare it at start, checkpoints carry it."""
+    return hashlib.sha256(json.dumps(dataclasses.asdict(recipe), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save_recipe(recipe: Recipe, path: Path) -> None:
+    path.write_text(json.dumps(dataclasses.asdict(recipe), indent=2) + "\n")
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read the recipe.json of a checkpoint. Unknown or missing keys are named: the file is from another version of this code."""
+    try:
+        values = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); the checkpoint is damaged, use an older one") from error
+    known = {f.name for f in dataclasses.fields(Recipe)}
+    if strangers := sorted(set(values) - known):
+        raise ValueError(f"{path} has keys this version does not know: {strangers}; use the version that trained it")
+    return Recipe(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def get_recipe(name: str | None = None) -> Recipe:
+    """Recipe by name; the default one when nothing is named."""
+    if name is None:
+        return DEFAULT
+    if name not in RECIPES:
+        raise SystemExit(f"no recipe named {name!r}; there are: {', '.join(RECIPES)} (recipe.py)")
+    return RECIPES[name]
+
+
+# A random target made on the spot by targets.py. It learns nothing worth having; the whole pipeline runs in under a minute.
+TINY = Recipe(
+    name="tiny", target="tiny", num_target_layers=4, target_layer_ids=(0, 1, 2),
+    hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=128,
+    vocab_size=320, mask_token_id=300, stop_token_ids=(257,), rope_theta=10_000.0, max_position_embeddings=2048,
+    block_size=4, num_draft_layers=2, markov_rank=16, num_anchors=16, min_supervised=8,
+    lr=2e-3, global_batch=8, micro_batch=4, epochs=2, max_length=256, save_every=4, evals_per_epoch=0,
+    eval_tasks=("gsm_symbolic",), eval_limit=4, eval_max_new_tokens=32,
+    corpus="own:gsm_symbolic", corpus_size=32, corpus_max_new_tokens=48,
+)
+
+# What a two-core laptop can train while its owner drinks a coffee. Same algorithm as the canonical recipe, fewer of everything.
+SMOLLM2_DEMO = Recipe(
+    name="smollm2-demo", target="HuggingFaceTB/SmolLM2-135M-Instruct", num_target_layers=30, target_layer_ids=spread_layers(30, 5),
+    hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64, intermediate_size=1536,
+    vocab_size=49_152, mask_token_id=18, stop_token_ids=(2,), rope_theta=100_000.0, rms_norm_eps=1e-5, max_position_embeddings=8192,
+    num_draft_layers=2,                          # 5 in the canonical recipe: each costs 4 M parameters per forward
+    markov_rank=64,                              # 256: rank 64 keeps 83% of the bigrams' acceptance at a quarter of the cost
+    markov_init="bigram",
+    num_anchors=64,                              # 512: vocabulary-sized work per sample is proportional to it
+    optimizer="muon",                            # reaches AdamW's tau in a third of the steps at this size
+    lr=2e-3,                                     # for the parameters that Muon does not take; 6e-4 is meant for batches of 512
+    global_batch=4, micro_batch=4, epochs=1,
+    max_length=384, save_every=16, evals_per_epoch=0, cache_captures=True,
+    eval_tasks=("gsm_symbolic", "humaneval"), eval_limit=16, eval_max_new_tokens=128, eval_temperature=0.0,
+    corpus="own:gsm_symbolic", corpus_size=256, corpus_max_new_tokens=160,
+)
+
+# The same target, about two hours on two cores: a drafter worth using.
+SMOLLM2 = dataclasses.replace(
+    SMOLLM2_DEMO, name="smollm2", corpus_size=1024, epochs=3, eval_limit=32, eval_max_new_tokens=256,
+    eval_tasks=("gsm_symbolic", "humaneval", "gsm8k"),
+)
+
+QWEN3_8B = Recipe(
+    name="qwen3-8b", target="Qwen/Qwen3-8B", num_target_layers=36, target_layer_ids=(1, 9, 17, 25, 33),
+    hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=12_288,
+    vocab_size=151_936, mask_token_id=151_669, stop_token_ids=(151_645, 151_643),
+    micro_batch=1, corpus="mlabonne/open-perfectblend", chat_family="qwen3", thinking="off",
+    eval_tasks=("gsm8k", "mbpp", "mt-bench"),
+)
+
+GLM_52 = Recipe(
+    name="glm-5.2", target="zai-org/GLM-5.2-FP8", num_target_layers=78, target_layer_ids=(1, 19, 38, 57, 76),
+    hidden_size=6144, num_attention_heads=64, num_key_value_heads=64, head_dim=64, intermediate_size=12_288,
+    vocab_size=154_880, mask_token_id=154_856,   # a padded slot: the tokenizer never emits it
+    stop_token_ids=(154_820, 154_827, 154_829), rope_theta=8_000_000.0, rms_norm_eps=1e-5, max_position_embeddings=8192,
+    engine="sglang", micro_batch=4, corpus="mgoin/open-perfectblend-glm5.2-regen", chat_family="glm-5.2", thinking="on",
+    eval_tasks=("gsm8k", "mbpp", "mt-bench"),
+)
+
+INKLING = Recipe(
+    name="inkling", target="inkling", num_target_layers=42, target_layer_ids=(1, 6, 12, 17, 23, 28, 34, 39),
+    hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=12_288,
+    vocab_size=201_024,                          # padded: the tokenizer ends at 200058
+    mask_token_id=200_064, stop_token_ids=(200_006, 200_000, 200_002, 200_003),  # the tokenizer defines none
+    rope_theta=8_000_000.0, rms_norm_eps=1e-5, max_position_embeddings=8192, num_draft_layers=6,
+    engine="sglang", micro_batch=4, corpus="", chat_family="inkling", thinking="on",
+)
+
+RECIPES = {r.name: r for r in (TINY, SMOLLM2_DEMO, SMOLLM2, QWEN3_8B, GLM_52, INKLING)}
+DEFAULT = SMOLLM2_DEMO
