@@ -2,8 +2,8 @@
 
 Two things make `generate` slow on a CPU: its cache grows by concatenation (every step copies everything), and its
 attention repeats the keys of a query group once per head. Here the memory is allocated once and written in place
-(`SlotCache`), and the attention function (`register_attention`) lets the heads of a group share their keys. Both hang on
-public interfaces of transformers, so any decoder model with keys and values works. Used by data_glm.py (many rows of
+(`SlotCache`), and the attention function (`register_attention`) lets the heads of a group share their keys. Both hang
+on public interfaces of transformers, so any decoder model with keys and values works. Used by data_glm.py (many rows of
 different length at once) and by capture.py (one row that grows and is rolled back). Read next: data_glm.py, `generate`.
 """
 import torch
@@ -22,10 +22,10 @@ def register_attention() -> str:
 
 
 def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs):
-    """Attention of query [B, h, n, D] to key and value [B, kvh, L, D], without expanding the groups of g = h / kvh heads.
+    """Attention of query [B, h, n, D] to key, value [B, kvh, L, D] without expanding the groups of g = h / kvh heads.
 
     With a mask the g heads of a group become g*n query rows of one head: at 64 rows of 300 keys and g = 3 that takes
-    1.6 ms on two cores where expanded keys take 28. Without a mask the queries are causal (aligned to the first key), or
+    1.6 ms on two cores where expanded keys take 28. Without a mask the queries are causal (aligned to the first key) or
     a single row. Returns (output [B, n, h, D], None).
     """
     if kwargs.get("position_bias") is not None or kwargs.get("s_aux") is not None:
@@ -70,9 +70,9 @@ class SlotCache(Cache):
     """Keys and values of `slots` sequences, allocated once at [slots, kvh, max_length, D] per layer.
 
     A forward runs on a contiguous range of slots (`use`, at first all of them) and appends n tokens to each row at that
-    row's own length; `positions(n)` are their position ids. Nothing counts as stored until `advance`: after a right-padded
-    forward a row may advance by less than n. `truncate` forgets a tail. What lies past a row's length is stale, masked,
-    and overwritten.
+    row's own length; `positions(n)` are their position ids. Nothing counts as stored until `advance`: after a forward
+    padded on the right a row may advance by less than n. `truncate` forgets a tail. What lies past a row's length is
+    stale, masked, and overwritten.
 
         cache = SlotCache(model.config.num_hidden_layers, slots=1, max_length=2048)
         model.model(ids, position_ids=cache.positions(n), past_key_values=cache)      # extend by ids [1, n]
