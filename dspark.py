@@ -1,0 +1,800 @@
+"""The DSpark draft: model, anchor sampler and objective, in one file.
+
+A DSpark draft proposes a block of K tokens in one backbone pass and then corrects each slot by the token before it. It reads
+hidden states of a few layers of a frozen target (the *context*), attends from a block of K rows (the last known token, then
+mask tokens) to that context and to the block itself, and borrows the target's embedding and lm_head. A Markov head adds to
+each slot's logits a bias that depends on the previous token, a confidence head estimates how likely the slot is accepted.
+
+The convention that everything hangs on, stated once: a block at anchor a has rows at positions a, a+1, ..., a+K-1, sees the
+context strictly before a, and its slot t predicts token a+t+1. Its teacher is the target's own distribution at position a+t,
+one before the label. The previous token of slot t is token a+t. Slot weights decay as exp(-t / gamma).
+
+Shapes: B batch, S source length, N blocks per sample, K block size, H hidden, V vocabulary, k captured layers, r Markov rank.
+Read next: capture.py (where context and final states come from), train.py (the loop), eval_deepspec.py (how a draft is used).
+"""
+import dataclasses
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+
+# Bytes of one vocabulary-sized fp32 buffer in the objective. On a GPU 512 MiB are about 123 blocks of 7 at V = 154,880. On a
+# CPU 24 MiB (128 rows at V = 49,152) give the matrix products enough rows while the buffer stays near the cache.
+BUFFER_BYTES = {"cuda": 512 << 20, "cpu": 24 << 20}
+CACHE_ROWS_BYTES = {"cuda": 512 << 20, "cpu": 2 << 20}   # rows handled at once by the elementwise steps: CPUs want L2-sized ones
+ATTENTION_GROUP = 16                                     # blocks that share one attention call off CUDA
+WRAPPER_PREFIXES = ("_orig_mod.", "module.", "draft_model.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Configuration
+
+
+@dataclass(frozen=True)
+class DSparkConfig:
+    """Geometry of a draft, as config.json holds it. `validate` raises ValueError with the value and the mend."""
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    max_position_embeddings: int = 40_960
+    attention_bias: bool = False
+    layer_types: tuple[str, ...] = ()            # empty: full attention everywhere
+    sliding_window: int | None = None
+    markov_rank: int = 0
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+    num_anchors: int = 512
+    eos_token_id: tuple[int, ...] = ()
+
+    @classmethod
+    def from_recipe(cls, recipe) -> "DSparkConfig":
+        return cls(
+            vocab_size=recipe.vocab_size, hidden_size=recipe.hidden_size, num_hidden_layers=recipe.num_draft_layers,
+            num_attention_heads=recipe.num_attention_heads, num_key_value_heads=recipe.num_key_value_heads,
+            head_dim=recipe.head_dim, intermediate_size=recipe.intermediate_size, block_size=recipe.block_size,
+            mask_token_id=recipe.mask_token_id, target_layer_ids=tuple(recipe.target_layer_ids),
+            num_target_layers=recipe.num_target_layers, rms_norm_eps=recipe.rms_norm_eps, rope_theta=recipe.rope_theta,
+            max_position_embeddings=recipe.max_position_embeddings, markov_rank=recipe.markov_rank,
+            markov_head_type=recipe.markov_head_type, enable_confidence_head=recipe.enable_confidence_head,
+            confidence_head_with_markov=recipe.confidence_head_with_markov, num_anchors=recipe.num_anchors,
+            eos_token_id=tuple(recipe.stop_token_ids)).validate()
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> "DSparkConfig":
+        """Read config.json; keys may also be nested under `dflash_config` or `dspark_config` (the latter wins)."""
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"no config.json in {folder}; expected the folder of a draft checkpoint")
+        raw = json.loads(path.read_text())
+        raw = {**raw, **(raw.get("dflash_config") or {}), **(raw.get("dspark_config") or {})}
+        rope = raw.get("rope_parameters") or {}
+        if rope.get("rope_type", "default") != "default":
+            raise ValueError(f"{path}: rope_type {rope['rope_type']!r} is not implemented; a draft needs plain RoPE")
+        thetas = {float(t) for t in (raw.get("rope_theta"), rope.get("rope_theta")) if t is not None}
+        if len(thetas) != 1:
+            raise ValueError(f"{path}: rope_theta is {sorted(thetas) or 'missing'} (top level and rope_parameters); "
+                             "write the one value in both places")
+        raw["rope_theta"] = thetas.pop()
+        for key in ("target_layer_ids", "layer_types", "eos_token_id"):
+            value = raw.get(key)
+            raw[key] = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
+        if not raw.get("use_sliding_window", raw.get("sliding_window") is not None):
+            raw["sliding_window"] = None
+        raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+        names = {f.name for f in dataclasses.fields(cls)}
+        required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
+        if missing := sorted(k for k in required if raw.get(k) in (None, ())):
+            raise ValueError(f"{path} lacks {missing}; it is not the config of a DSpark draft")
+        return cls(**{k: v for k, v in raw.items() if k in names}).validate()
+
+    def validate(self) -> "DSparkConfig":
+        ids, last = self.target_layer_ids, self.num_target_layers - 1
+        if list(ids) != sorted(set(ids)) or not ids or ids[0] < -1:
+            raise ValueError(f"target_layer_ids {list(ids)} must be strictly increasing and at least -1")
+        if ids[-1] >= last:
+            raise ValueError(f"target_layer_ids {list(ids)} reach layer {ids[-1]}, but the target's last usable layer is {last - 1}: "
+                             f"of {self.num_target_layers} layers the last one's raw output is not what an engine hands out")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the embedding of {self.vocab_size} rows; "
+                             "choose a reserved id that the tokenizer never produces")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"{self.num_attention_heads} query heads are not a multiple of {self.num_key_value_heads} kv heads")
+        if self.block_size < 1 or self.head_dim % 2:
+            raise ValueError(f"block_size {self.block_size} must be positive and head_dim {self.head_dim} even")
+        if self.markov_rank and self.markov_head_type not in ("vanilla", "gated", "rnn"):
+            raise ValueError(f"markov_head_type {self.markov_head_type!r} is none of vanilla, gated, rnn")
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types names {len(self.layer_types)} layers, num_hidden_layers is {self.num_hidden_layers}")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError("layer_types has sliding_attention but sliding_window is not set")
+        return self
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer in tokens, None for full attention."""
+        return self.sliding_window if self.layer_types and self.layer_types[layer] == "sliding_attention" else None
+
+    def save(self, folder: str | Path) -> None:
+        """Write config.json in the DeepSpec layout, with every key that an engine would otherwise guess."""
+        shared = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids),
+                  "block_size": self.block_size}
+        values = dataclasses.asdict(self) | {
+            "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_act": "silu", "sample_from_anchor": True,
+            "tie_word_embeddings": False, "use_sliding_window": self.sliding_window is not None,
+            "layer_types": list(self.layer_types) or ["full_attention"] * self.num_hidden_layers,
+            "eos_token_id": list(self.eos_token_id), "dtype": "float32", **shared, "dflash_config": shared,
+            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"}}
+        (Path(folder) / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Backbone
+
+
+def rope_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of rotary embedding for positions [..., n], each [..., 1, n, head_dim] (a 1 where heads go)."""
+    wide = torch.promote_types(dtype, torch.float32)
+    inverse = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim)
+    angle = positions.to(wide).unsqueeze(-1) * inverse
+    angle = torch.cat((angle, angle), -1).unsqueeze(-3)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary embedding in the rotate-half form to x [B, heads, n, head_dim]."""
+    cos, sin = rope
+    left, right = x.chunk(2, -1)
+    return x * cos + torch.cat((-right, left), -1) * sin
+
+
+@dataclass
+class Visibility:
+    """Who sees what in training: block j of sample b sees context positions < anchors[b, j] and its own K rows, nothing else."""
+    anchors: Tensor                              # [B, N]
+    keep: Tensor                                 # [B, N]; a dummy block sees only itself, so its softmax stays finite
+    source_length: int
+    block_size: int
+    memo: dict = dataclasses.field(default_factory=dict)   # masks by window, built once per forward
+
+    def context_limit(self) -> Tensor:
+        return torch.where(self.keep, self.anchors, 0)                                        # [B, N]
+
+    def groups(self, window: int | None) -> list[tuple[int, int, int, Tensor]]:
+        """Consecutive blocks that share an attention call: (first row, last row, context prefix, mask [B, 1, rows, prefix + rows]).
+
+        Memory is linear in N: a group of G blocks needs G*K x (S + G*K) entries, and there are N / G of them.
+        """
+        if window in self.memo:
+            return self.memo[window]
+        K, limit = self.block_size, self.context_limit()
+        result = self.memo[window] = []
+        for first in range(0, limit.shape[1], ATTENTION_GROUP):
+            part = limit[:, first:first + ATTENTION_GROUP]                                    # [B, G]
+            prefix, G = int(part.max()), part.shape[1]
+            columns = torch.arange(prefix, device=part.device)
+            seen = (columns < part[..., None]).repeat_interleave(K, dim=1)                    # [B, G*K, prefix]
+            if window is not None:
+                rows = (part[..., None] + torch.arange(K, device=part.device)).flatten(1)     # positions of the rows
+                seen &= rows[..., None] - columns < window
+            block = torch.arange(G * K, device=part.device) // K
+            own = (block[:, None] == block).expand(part.shape[0], -1, -1)
+            result.append((first * K, (first + G) * K, prefix, torch.cat((seen, own), -1).unsqueeze(1)))
+        return result
+
+    def flex_mask(self, window: int | None):
+        """The same rule as a block mask of flex attention, keys laid out as [context ; blocks]."""
+        if window in self.memo:
+            return self.memo[window]
+        from torch.nn.attention.flex_attention import create_block_mask
+        limit, S, K = self.context_limit(), self.source_length, self.block_size
+
+        def rule(b, h, q, kv):
+            block, edge = q // K, limit[b, q // K]
+            context = (kv < S) & (kv < edge)
+            if window is not None:
+                context = context & (edge + q % K - kv < window)
+            return context | ((kv >= S) & ((kv - S) // K == block))
+
+        rows = limit.shape[1] * K
+        self.memo[window] = create_block_mask(rule, limit.shape[0], None, rows, S + rows, device=limit.device)
+        return self.memo[window]
+
+
+@functools.cache
+def compiled_flex_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+    return torch.compile(flex_attention, dynamic=True)
+
+
+class Attention(nn.Module):
+    """Dual-source attention: queries from the block rows, keys and values from [context ; block] through the same projections."""
+
+    def __init__(self, config: DSparkConfig, layer: int):
+        super().__init__()
+        H, D, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim, self.window = D, config.window(layer)
+        self.q_proj = nn.Linear(H, config.num_attention_heads * D, bias=bias)
+        self.k_proj = nn.Linear(H, config.num_key_value_heads * D, bias=bias)
+        self.v_proj = nn.Linear(H, config.num_key_value_heads * D, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * D, H, bias=bias)
+        self.q_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(D, eps=config.rms_norm_eps)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)                           # [B, heads, n, D]
+
+    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return rotate(self.k_norm(self.heads(self.k_proj(x))), rope), self.heads(self.v_proj(x))
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], context_kv: tuple[Tensor, Tensor],
+                visible: "Visibility | Tensor | None") -> Tensor:
+        """x [B, rows, H]; context_kv two [B, kv, S, D]; visible: training's rule, a decoding mask, or None for everything."""
+        q = rotate(self.q_norm(self.heads(self.q_proj(x))), rope)
+        k, v = self.keys_values(x, rope)
+        ck, cv = context_kv
+        attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
+        if not isinstance(visible, Visibility):
+            out = attend(q, torch.cat((ck, k), 2), torch.cat((cv, v), 2), attn_mask=visible)
+        elif x.is_cuda:
+            out = compiled_flex_attention()(q, torch.cat((ck, k), 2), torch.cat((cv, v), 2), enable_gqa=True,
+                                            block_mask=visible.flex_mask(self.window))
+        else:
+            out = torch.cat([attend(q[:, :, a:b], torch.cat((ck[:, :, :n], k[:, :, a:b]), 2),
+                                    torch.cat((cv[:, :, :n], v[:, :, a:b]), 2), attn_mask=mask)
+                             for a, b, n, mask in visible.groups(self.window)], 2)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DSparkConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config, layer)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rope, context, context_rope, visible) -> Tensor:
+        """context: [B, S, H] in training (its keys and values are made here), or cached (keys, values) when decoding."""
+        context_kv = self.self_attn.keys_values(context, context_rope) if isinstance(context, Tensor) else context
+        x = x + self.self_attn(self.input_layernorm(x), rope, context_kv, visible)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Heads
+
+
+class MarkovHead(nn.Module):
+    """Bias of slot t's logits from the previous token p: W2 applied to a latent of size r.
+
+    vanilla: W1[p].   gated: sigmoid(G [h ; W1[p]]) * W1[p].   rnn: with [gate, candidate, output] = J [s ; W1[p] ; h],
+    s <- sigmoid(gate) s + (1 - sigmoid(gate)) tanh(candidate), latent tanh(output); s is zero at the block's start.
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        V, r, H = config.vocab_size, config.markov_rank, config.hidden_size
+        self.kind = config.markov_head_type
+        self.markov_w1 = nn.Embedding(V, r)
+        self.markov_w2 = nn.Linear(r, V, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(H + r, r)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(H + 2 * r, 3 * r)
+
+    def step(self, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """One slot. previous: token ids [...]; hidden [..., H]; state [..., r] or None. Returns (latent [..., r], state)."""
+        embedded = self.markov_w1(previous)
+        if self.kind == "vanilla":
+            return embedded, None
+        if self.kind == "gated":
+            return torch.sigmoid(self.gate_proj(torch.cat((hidden, embedded), -1))) * embedded, None
+        state = torch.zeros_like(embedded) if state is None else state
+        gate, candidate, output = self.joint_proj(torch.cat((state, embedded, hidden), -1)).chunk(3, -1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+
+    def forward(self, previous: Tensor, hidden: Tensor) -> Tensor:
+        """Teacher-forced latents of whole blocks: previous [..., K], hidden [..., K, H] -> [..., K, r]."""
+        if self.kind != "rnn":
+            return self.step(previous, hidden, None)[0]
+        latents, state = [], None
+        for t in range(previous.shape[-1]):
+            latent, state = self.step(previous[..., t], hidden[..., t, :], state)
+            latents.append(latent)
+        return torch.stack(latents, -2)
+
+
+class ConfidenceHead(nn.Module):
+    """Logit of the probability that a slot is accepted, from [h ; W1[p]] or from h alone, in fp32 at least."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.with_markov = config.confidence_head_with_markov and config.markov_rank > 0
+        self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.with_markov else 0), 1)
+
+    def forward(self, hidden: Tensor, previous_embedding: Tensor | None) -> Tensor:
+        x = torch.cat((hidden, previous_embedding), -1) if self.with_markov else hidden
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.linear(x.to(wide), self.proj.weight.to(wide), self.proj.bias.to(wide)).squeeze(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Anchors and labels
+
+
+def sample_anchors(loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]:
+    """Draw block anchors uniformly among positions whose token and whose first label are both supervised.
+
+    loss_mask [B, S], nonzero where supervised. Returns anchors [B, N] (ascending, real ones first, dummies 0) and keep [B, N],
+    N = the batch maximum of real anchors, at most num_anchors. Takes exactly one torch.rand(B, S-1) from the default generator,
+    as DeepSpec does, so that equal seeds give equal anchors; nothing is drawn when S < 2.
+    """
+    B, S = loss_mask.shape
+    if S < 2:
+        empty = torch.zeros(B, 0, dtype=torch.long, device=loss_mask.device)
+        return empty, empty.bool()
+    return _pick_anchors(torch.rand(B, S - 1, device=loss_mask.device), loss_mask, num_anchors)
+
+
+def sample_anchors_seeded(loss_mask: Tensor, num_anchors: int, seeds, lengths) -> tuple[Tensor, Tensor]:
+    """As `sample_anchors`, with a generator per sample drawing over the sample's true length: a sample's anchors then depend on
+    neither padding, batch, rank nor world size. seeds, lengths: B ints."""
+    B, S = loss_mask.shape
+    noise = torch.full((B, max(S - 1, 0)), 2.0)
+    for b, (seed, length) in enumerate(zip(seeds, lengths, strict=True)):
+        noise[b, :max(int(length) - 1, 0)] = torch.rand(max(int(length) - 1, 0),
+                                                        generator=torch.Generator().manual_seed(int(seed)))
+    return _pick_anchors(noise.to(loss_mask.device), loss_mask, num_anchors)
+
+
+def _pick_anchors(noise: Tensor, loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]:
+    candidate = (loss_mask[:, :-1] != 0) & (loss_mask[:, 1:] != 0)                            # [B, S-1]
+    counts = candidate.sum(1).clamp(max=num_anchors)
+    width = int(counts.max()) if counts.numel() else 0
+    chosen = noise.masked_fill(~candidate, 2.0).argsort(1)[:, :width]
+    keep = torch.arange(width, device=counts.device) < counts[:, None]
+    chosen = chosen.masked_fill(~keep, loss_mask.shape[1]).sort(1).values                     # dummies last
+    return chosen.masked_fill(~keep, 0), keep
+
+
+@dataclass
+class Supervision:
+    """Labels and weights of all blocks; the label convention of this project is the four lines of `build`."""
+    labels: Tensor                               # [B, N, K] token a+t+1
+    previous: Tensor                             # [B, N, K] token a+t
+    source: Tensor                               # [B, N, K] position a+t, where the teacher's final state lies
+    valid: Tensor                                # [B, N, K]
+    weight: Tensor                               # [B, N, K] valid * exp(-t / gamma), fp32
+
+    @classmethod
+    def build(cls, input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, keep: Tensor, K: int, gamma: float):
+        S = input_ids.shape[1]
+        slots = torch.arange(K, device=input_ids.device)
+        position = anchors[..., None] + slots                                                 # [B, N, K] = a+t
+        source, target = position.clamp(max=S - 1), (position + 1).clamp(max=S - 1)
+        pick = lambda table, index: table.gather(1, index.flatten(1)).view_as(index)          # noqa: E731
+        supervised = (position + 1 < S) & (pick(loss_mask, target) != 0) & keep[..., None]
+        valid = supervised.long().cumprod(-1).bool()
+        decay = torch.exp(-slots.to(torch.float64) / gamma).float()
+        return cls(pick(input_ids, target), pick(input_ids, source), source, valid, valid * decay)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# Objective
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Per-slot results of the vocabulary part: `loss` carries the gradient, the rest is detached."""
+    loss: Tensor                                 # scalar: sum over slots of weight * (ce_weight * CE + l1_weight * L1) / denominator
+    ce: Tensor                                   # [..., K]
+    l1: Tensor                                   # [..., K]; 2 where L1 is off or a slot is invalid
+    agree: Tensor                                # [..., K] bool: the label has the largest corrected logit
+
+
+def vocabulary_terms_full(hidden, latent, w2, head: nn.Linear, final, sup: Supervision, ce_scale, l1_scale) -> Terms:
+    """The reference form: [B, N, K, V] logits, autograd does the rest. hidden [B,N,K,H], latent [B,N,K,r] or None."""
+    logits = head(hidden)
+    if latent is not None:
+        logits = logits + F.linear(latent, w2)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_p = logits.log_softmax(-1)
+    ce = -log_p.gather(-1, sup.labels[..., None]).squeeze(-1)
+    agree = logits.gather(-1, sup.labels[..., None]).squeeze(-1) == logits.amax(-1)
+    loss = ce_scale * (sup.weight * ce).sum()
+    l1 = torch.full_like(ce, 2.0)
+    if final is not None:
+        with torch.no_grad():
+            index = sup.source.flatten(1)[..., None].expand(-1, -1, final.shape[-1])
+            q = head(final.gather(1, index).view_as(hidden)).to(logits.dtype).softmax(-1)
+        l1 = (log_p.exp() - q).abs().sum(-1)
+        loss = loss + l1_scale * (sup.weight * l1).sum()
+    return Terms(loss, ce.detach(), l1.detach(), agree)
+
+
+def rows_per_slice(vocab_size: int, device_type: str, bytes_per_entry: int = 4) -> int:
+    """How many vocabulary-sized rows one buffer of the chunked objective holds."""
+    return max(1, BUFFER_BYTES.get(device_type, BUFFER_BYTES["cuda"]) // (vocab_size * bytes_per_entry))
+
+
+def slice_rows(rows_per_block: list[int], blocks: int | None, vocab_size: int, block_size: int, device_type: str):
+    """Row ranges (start, stop) of the slices: whole blocks, as many as `blocks` says or as the byte budget allows."""
+    blocks = blocks or max(1, rows_per_slice(vocab_size, device_type) // block_size)
+    edges = [0]
+    for first in range(0, len(rows_per_block), blocks):
+        edges.append(edges[-1] + sum(rows_per_block[first:first + blocks]))
+    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+
+
+class ChunkedVocabulary(torch.autograd.Function):
+    """Loss and gradients of the vocabulary part, slice by slice, in the forward pass; backward only scales them.
+
+    With p the draft's distribution, q the teacher's, s = sign(p - q): d CE / d logit = p - onehot(label) and
+    d L1 / d logit = p * (s - sum_v s p). Nothing vocabulary-sized outlives its slice, there is no second pass over the
+    vocabulary, and the teacher is computed once per distinct position of the slice (sorted anchors overlap: 128 blocks of 7
+    often touch a quarter as many positions as they have rows).
+
+    Inputs are flat rows of valid slots: hidden [R, H], latent [R, r] or None, w2 [V, r] or None, weight/bias of the frozen
+    head, final [P, H] or None, labels [R], source [R] (rows of final), row weights [R]. Outputs (loss, ce [R], l1 [R], agree [R]).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, latent, w2, head_weight, head_bias, final, labels, source, weight, ce_scale, l1_scale, slices):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        R, V, device = hidden.shape[0], head_weight.shape[0], hidden.device
+        want = any(ctx.needs_input_grad[:3])
+        ce, l1 = hidden.new_zeros(R, dtype=wide), hidden.new_full((R,), 2.0, dtype=wide)
+        agree = torch.zeros(R, dtype=torch.bool, device=device)
+        g_hidden = torch.empty_like(hidden) if want else None
+        g_latent = torch.empty_like(latent) if want and latent is not None else None
+        g_w2 = torch.zeros(w2.shape, dtype=wide, device=device) if want and latent is not None else None
+        widest = max((b - a for a, b in slices), default=0)
+        p_buffer = torch.empty(widest, V, dtype=wide, device=device)
+        q_buffer = torch.empty(widest, V, dtype=wide, device=device) if final is not None else None
+        step = max(1, CACHE_ROWS_BYTES.get(device.type, CACHE_ROWS_BYTES["cuda"]) // (V * p_buffer.element_size()))
+        scratch = torch.empty(min(step, widest), V, dtype=wide, device=device)
+        gather = torch.empty_like(scratch)
+
+        def project(out, x, table, bias=None, accumulate=False):
+            """out (+)= x @ table^T (+ bias), in `wide`, written in place when the dtypes allow."""
+            if x.dtype == out.dtype:
+                torch.addmm(out, x, table.T, out=out) if accumulate else torch.mm(x, table.T, out=out)
+            else:
+                out.add_(x @ table.T) if accumulate else out.copy_(x @ table.T)
+            return out if bias is None else out.add_(bias)
+
+        for a, b in slices:
+            p = project(p_buffer[:b - a], hidden[a:b], head_weight, head_bias)
+            if latent is not None:
+                project(p, latent[a:b], w2, accumulate=True)
+            if final is not None:
+                rows, where = source[a:b].unique(return_inverse=True)
+                q_all = project(q_buffer[:len(rows)], final[rows], head_weight, head_bias)
+                for i in range(0, len(rows), step):
+                    softmax_(q_all[i:i + step])
+            for i in range(0, b - a, step):
+                part, here = p[i:i + step], slice(a + i, min(a + i + step, b))
+                label, w = labels[here, None], weight[here, None].to(wide)
+                at_label = part.gather(1, label)
+                top, log_total = softmax_(part)
+                ce[here] = (top + log_total - at_label).squeeze(1)
+                agree[here] = (at_label == top).squeeze(1)
+                if final is not None:
+                    q = torch.index_select(q_all, 0, where[i:i + step], out=gather[:len(part)])
+                    d = torch.sub(part, q, out=scratch[:len(part)])
+                    l1[here] = torch.linalg.vector_norm(d, ord=1, dim=1)
+                    if want:
+                        d.sign_()
+                        mean_sign = torch.linalg.vecdot(part, d).unsqueeze(1)
+                        d.mul_(l1_scale * w).add_(w * (ce_scale - l1_scale * mean_sign))
+                        part.mul_(d)
+                elif want:
+                    part.mul_(ce_scale * w)
+                if want:
+                    part.scatter_add_(1, label, -ce_scale * w)                                # part is now d loss / d logits
+            if want:
+                d = p.to(hidden.dtype)
+                torch.mm(d, head_weight, out=g_hidden[a:b])
+                if latent is not None:
+                    torch.mm(d, w2, out=g_latent[a:b])
+                    g_w2.addmm_(d.T, latent[a:b]) if d.dtype == wide else g_w2.add_(d.T @ latent[a:b])
+        ctx.save_for_backward(g_hidden, g_latent, g_w2 if g_w2 is None else g_w2.to(w2.dtype))
+        loss = (ce_scale * (weight * ce).sum()).to(wide)
+        if final is not None:
+            loss = loss + l1_scale * (weight * l1).sum()
+        ctx.mark_non_differentiable(ce, l1, agree)
+        return loss, ce, l1, agree
+
+    @staticmethod
+    def backward(ctx, g_loss, *_):
+        grads = [None if g is None else g * g_loss.to(g.dtype) for g in ctx.saved_tensors]
+        return *grads, *([None] * 9)
+
+
+def softmax_(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the last axis in place. Returns (maximum [n, 1], log of the sum of exp(x - maximum) [n, 1])."""
+    top = x.amax(1, keepdim=True)
+    total = x.sub_(top).exp_().sum(1, keepdim=True)
+    x.div_(total)
+    return top, total.log()
+
+
+def vocabulary_terms_chunked(hidden, latent, w2, head: nn.Linear, final, sup: Supervision, ce_scale, l1_scale, blocks) -> Terms:
+    """As `vocabulary_terms_full` with memory flat in N and B; blocks: per slice, None for the byte budget."""
+    valid = sup.valid.flatten(0, 1)                                                           # [B*N, K]
+    rows = valid.flatten().nonzero().squeeze(1)
+    pick = lambda x: None if x is None else x.flatten(0, 2).index_select(0, rows)             # noqa: E731
+    slices = slice_rows(valid.sum(1).tolist(), blocks, head.weight.shape[0], valid.shape[1], hidden.device.type)
+    sample = torch.arange(sup.source.shape[0], device=rows.device)[:, None, None]
+    source = None
+    if final is not None:
+        source = pick(sup.source + sample * final.shape[1])
+        final = final.flatten(0, 1)
+    loss, ce, l1, agree = ChunkedVocabulary.apply(
+        pick(hidden), pick(latent), w2 if latent is not None else None, head.weight.detach(),
+        None if head.bias is None else head.bias.detach(), final, pick(sup.labels), source, pick(sup.weight),
+        ce_scale, l1_scale, slices)
+    spread = lambda x, fill: x.new_full((valid.numel(),), fill).index_copy(0, rows, x).view_as(sup.valid)  # noqa: E731
+    return Terms(loss, spread(ce, 0.0), spread(l1, 2.0), spread(agree, False))
+
+
+# ---------------------------------------------------------------------------------------------------------------------------
+# The draft
+
+
+class DSparkDraft(nn.Module):
+    """The draft model. Trainable tensors only: the target's embedding and lm_head are attached by reference, never registered."""
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.config = config
+        H = config.hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * H, H, bias=False)
+        self.hidden_norm = nn.RMSNorm(H, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(H, eps=config.rms_norm_eps)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)
+        self.chunk_blocks: int | None = None
+        self.ce_weight, self.l1_weight, self.confidence_weight, self.gamma = 0.1, 0.9, 1.0, 4.0
+        self._frozen: list[nn.Module] = []       # [embedding, lm_head]; a list, so that nn.Module does not register them
+
+    def configure_objective(self, recipe) -> "DSparkDraft":
+        self.ce_weight, self.l1_weight = recipe.ce_weight, recipe.l1_weight
+        self.confidence_weight, self.gamma = recipe.confidence_weight, recipe.loss_decay_gamma
+        return self
+
+    # -- frozen parts and files
+
+    def attach(self, embed_tokens: nn.Module, lm_head: nn.Linear) -> "DSparkDraft":
+        """Share the target's embedding and head. Raises ValueError when they do not fit the draft."""
+        want = (self.config.vocab_size, self.config.hidden_size)
+        for name, module in (("embed_tokens", embed_tokens), ("lm_head", lm_head)):
+            if tuple(module.weight.shape) != want:
+                raise ValueError(f"the target's {name} is {tuple(module.weight.shape)}, the draft expects {want} "
+                                 "(vocabulary, hidden): this draft belongs to another target")
+        self._frozen = [embed_tokens, lm_head]
+        return self
+
+    @property
+    def attached(self) -> bool:
+        return bool(self._frozen)
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        self._check_attached()
+        return self._frozen[0]
+
+    @property
+    def lm_head(self) -> nn.Linear:
+        self._check_attached()
+        return self._frozen[1]
+
+    def _check_attached(self) -> None:
+        if not self._frozen:
+            raise RuntimeError("the draft has no embedding and head: its checkpoint holds none, call "
+                               "draft.attach(target.embed_tokens, target.lm_head) first")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> "DSparkDraft":
+        """Load a checkpoint strictly. dtype None keeps the file's. Embedding and head are taken from it when it has them."""
+        config, tensors = DSparkConfig.from_pretrained(folder), load_draft_tensors(folder)
+        dtype = dtype or next(iter(tensors.values())).dtype
+        draft = cls(config)
+        frozen = {k: tensors.pop(k) for k in ("embed_tokens.weight", "lm_head.weight") if k in tensors}
+        draft.load_tensors(tensors, where=str(folder))
+        if "embed_tokens.weight" in frozen:
+            embed, head = frozen["embed_tokens.weight"], frozen.get("lm_head.weight", frozen["embed_tokens.weight"])
+            draft.attach(nn.Embedding.from_pretrained(embed.to(device, dtype)), frozen_linear(head.to(device, dtype)))
+        elif frozen:
+            raise ValueError(f"{folder} has lm_head.weight without embed_tokens.weight; expected both or none")
+        return draft.to(device=device, dtype=dtype).eval()
+
+    def load_tensors(self, tensors: dict[str, Tensor], where: str = "checkpoint") -> None:
+        """Copy tensors in by name. Raises ValueError naming every missing, unknown or wrongly shaped one; nothing is partial."""
+        own = self.state_dict()
+        problems = [f"missing {n} {tuple(own[n].shape)}" for n in own if n not in tensors]
+        problems += [f"unknown {n} {tuple(tensors[n].shape)}" for n in tensors if n not in own]
+        problems += [f"{n} is {tuple(tensors[n].shape)}, expected {tuple(own[n].shape)}"
+                     for n in own if n in tensors and tensors[n].shape != own[n].shape]
+        if problems:
+            raise ValueError(f"{where} does not fit this draft ({len(problems)} problems): " + "; ".join(problems[:8])
+                             + (" ..." if len(problems) > 8 else ""))
+        self.load_state_dict(tensors)
+
+    # -- forward passes
+
+    def context(self, captured: Tensor) -> Tensor:
+        """[B, S, k*H] captured layers -> [B, S, H] context: projected and normalised once."""
+        return self.hidden_norm(self.fc(captured))
+
+    def block_rows(self, input_ids: Tensor, anchors: Tensor) -> Tensor:
+        """Token ids of the block rows [B, N, K]: the anchor's token, then masks."""
+        rows = input_ids.new_full((*anchors.shape, self.config.block_size), self.config.mask_token_id)
+        rows[..., 0] = input_ids.gather(1, anchors)
+        return rows
+
+    def backbone(self, input_ids: Tensor, captured: Tensor, anchors: Tensor, keep: Tensor) -> Tensor:
+        """Hidden rows of all blocks [B, N, K, H], after the final norm."""
+        c, S, K = self.config, input_ids.shape[1], self.config.block_size
+        dtype = self.fc.weight.dtype
+        positions = (anchors[..., None] + torch.arange(K, device=anchors.device)).flatten(1)  # [B, N*K]
+        rope = rope_tables(positions, c.head_dim, c.rope_theta, dtype)
+        context_rope = rope_tables(torch.arange(S, device=anchors.device), c.head_dim, c.rope_theta, dtype)
+        x = self.embed_tokens(self.block_rows(input_ids, anchors)).to(dtype).flatten(1, 2)    # [B, N*K, H]
+        context, visible = self.context(captured.to(dtype)), Visibility(anchors, keep, S, K)
+        for layer in self.layers:
+            x = layer(x, rope, context, context_rope, visible)
+        return self.norm(x).unflatten(1, (-1, K))
+
+    def forward(self, input_ids: Tensor, context: Tensor, loss_mask: Tensor, final: Tensor | None = None, *,
+                seeds=None, lengths=None) -> tuple[Tensor, dict[str, Tensor]]:
+        """One training forward over the blocks of a batch.
+
+        input_ids, loss_mask [B, S]; context [B, S, k*H] captured layers; final [B, S, H] the target's post-norm final state
+        (None only when l1_weight and the confidence loss are off). With `seeds` and `lengths` (B ints each) every sample draws
+        its anchors from a generator of its own, else from the default generator.
+        Returns (loss, metrics): the loss is this rank's share times the world size, so that averaged gradients are those of
+        the global mean; metrics are global, detached scalars.
+        """
+        if final is None and (self.l1_weight or (self.confidence_head and self.confidence_weight)):
+            raise ValueError("the target's final state is needed unless l1_weight and the confidence loss are 0")
+        loss_mask, context, final, dropped = drop_nonfinite(loss_mask, context, final)
+        if seeds is None:
+            anchors, keep = sample_anchors(loss_mask, self.config.num_anchors)
+        else:
+            anchors, keep = sample_anchors_seeded(loss_mask, self.config.num_anchors, seeds, lengths)
+        if anchors.shape[1] == 0:                # no supervision here: one dummy block keeps the ranks' collectives matched
+            anchors, keep = (x.new_zeros(x.shape[0], 1) for x in (anchors, keep))
+        sup = Supervision.build(input_ids, loss_mask, anchors, keep, self.config.block_size, self.gamma)
+        denominator = global_sum(sup.weight.sum()) + 1e-6
+        hidden = self.backbone(input_ids, context, anchors, keep)                             # [B, N, K, H]
+        return self.objective(hidden, final, sup, denominator, dropped)
+
+    def objective(self, hidden: Tensor, final: Tensor | None, sup: Supervision, denominator: Tensor,
+                  dropped: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """0.1 CE + 0.9 L1 + 1.0 confidence over valid slots, each a weighted mean over all ranks, and the metrics."""
+        latent = self.markov_head(sup.previous, hidden) if self.markov_head else None
+        w2 = self.markov_head.markov_w2.weight if self.markov_head else None
+        if final is not None:
+            final = final.to(hidden.dtype)
+        teacher = final if self.l1_weight or self.confidence_head else None
+        scales = (self.ce_weight / denominator, self.l1_weight / denominator)
+        if self.chunk_blocks == 0:
+            terms = vocabulary_terms_full(hidden, latent, w2, self.lm_head, teacher, sup, *scales)
+        else:
+            terms = vocabulary_terms_chunked(hidden, latent, w2, self.lm_head, teacher, sup, *scales, self.chunk_blocks)
+        accept = (1 - terms.l1 / 2).clamp(0, 1)                                               # c*, detached
+        loss, v, w = terms.loss, sup.valid, sup.weight
+        sums = {"ce_loss": (w * terms.ce).sum(), "l1_loss": (w * terms.l1).sum(), "weight": w.sum(),
+                "tau": (1 + (accept * v).cumprod(-1).sum(-1))[v[..., 0]].sum(), "blocks": v[..., 0].sum(),
+                "agree": (terms.agree & v).sum(), "valid": v.sum(), "nonfinite_tokens": dropped}
+        if self.confidence_head:
+            embedded = self.markov_head.markov_w1(sup.previous) if self.confidence_head.with_markov else None
+            logit = self.confidence_head(hidden, embedded)
+            bce = (w * F.binary_cross_entropy_with_logits(logit, accept.to(logit.dtype), reduction="none")).sum()
+            loss = loss + self.confidence_weight * bce / denominator
+            c = torch.sigmoid(logit.detach())
+            drift = (v * c).cumprod(-1) - (v * accept).cumprod(-1)
+            sums |= {"confidence_loss": bce.detach(), "confidence_abs_error": (w * (c - accept).abs()).sum(),
+                     "confidence_bias": (w * (c - accept)).sum(), "confidence_cumprod_bias": (w * drift).sum()}
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        return loss * world, self.metrics(sums, (v * accept).sum((0, 1)), v.sum((0, 1)))
+
+    @staticmethod
+    def metrics(sums: dict[str, Tensor], accepted: Tensor, proposed: Tensor) -> dict[str, Tensor]:
+        """Global metrics from this rank's sums: one all-reduce, fresh detached tensors."""
+        flat = torch.cat((torch.stack([x.detach().double() for x in sums.values()]), accepted.double(), proposed.double()))
+        flat = global_sum(flat)
+        s, K = dict(zip(sums, flat, strict=False)), len(accepted)
+        weighted = s["weight"] + 1e-6
+        result = {k: s[k] / weighted for k in ("ce_loss", "l1_loss", "confidence_loss", "confidence_abs_error",
+                                               "confidence_bias", "confidence_cumprod_bias") if k in s}
+        result |= {"tau_probabilistic": s["tau"] / s["blocks"].clamp(min=1), "agree": s["agree"] / s["valid"].clamp(min=1)}
+        rates = flat[len(sums):len(sums) + K] / flat[len(sums) + K:].clamp(min=1)
+        result |= {f"accept_rate@{t}": rates[t] for t in range(K)}
+        return result | {"nonfinite_tokens": s["nonfinite_tokens"], "blocks": s["blocks"]}
+
+
+def global_sum(x: Tensor) -> Tensor:
+    """Sum over all ranks, detached; the value itself in a single process."""
+    x = x.detach().clone()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def drop_nonfinite(loss_mask: Tensor, context: Tensor, final: Tensor | None):
+    """Take tokens whose captured states hold inf or NaN out of supervision and zero their states.
+
+    Returns (loss_mask, context, final, count of such tokens). The healthy path costs one reduction: a sum is finite when
+    every entry is.
+    """
+    parts = [context] if final is None else [context, final]
+    with torch.no_grad():
+        if torch.isfinite(sum(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in parts)):
+            return loss_mask, context, final, torch.zeros((), device=context.device)
+        finite = torch.stack([torch.isfinite(x).all(-1) for x in parts]).all(0)               # [B, S]
+        clean = [torch.where(finite[..., None], x, 0) for x in parts]
+    return loss_mask * finite, clean[0], clean[1] if len(clean) > 1 else None, (~finite).sum().to(torch.float32)
+
+
+def frozen_linear(weight: Tensor) -> nn.Linear:
+    """A bias-free linear layer around an existing tensor, without a copy and without gradient."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def load_draft_tensors(folder: str | Path) -> dict[str, Tensor]:
+    """All tensors of the folder's safetensors files, wrapper prefixes stripped. Raises on none, unreadable or colliding ones."""
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no .safetensors file in {folder}; expected the folder of a draft checkpoint")
+    tensors: dict[str, Tensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, "pt") as file:
+                found = {name: file.get_tensor(name) for name in file.keys()}                 # noqa: SIM118
+        except Exception as error:
+            raise ValueError(f"{path} cannot be read ({error}); it is damaged or truncated, use another checkpoint") from error
+        for name, tensor in found.items():
+            while prefix := next((p for p in WRAPPER_PREFIXES if name.startswith(p)), None):
+                name = name[len(prefix):]
+            if name in tensors:
+                raise ValueError(f"{folder} holds {name} twice (a file too many, or prefixed and unprefixed copies)")
+            tensors[name] = tensor
+    return tensors
