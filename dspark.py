@@ -1,16 +1,19 @@
 """The DSpark draft: model, anchor sampler and objective, in one file.
 
-A DSpark draft proposes a block of K tokens in one backbone pass and then corrects each slot by the token before it. It reads
-hidden states of a few layers of a frozen target (the *context*), attends from a block of K rows (the last known token, then
-mask tokens) to that context and to the block itself, and borrows the target's embedding and lm_head. A Markov head adds to
-each slot's logits a bias that depends on the previous token, a confidence head estimates how likely the slot is accepted.
+A DSpark draft proposes a block of K tokens in one backbone pass and then corrects each slot by the token before it. It
+reads hidden states of a few layers of a frozen target (the *context*), attends from a block of K rows (the last known
+token, then mask tokens) to that context and to the block itself, and borrows the target's embedding and lm_head. A
+Markov head adds to each slot's logits a bias that depends on the previous token, a confidence head estimates how
+likely the slot is accepted.
 
-The convention that everything hangs on, stated once: a block at anchor a has rows at positions a, a+1, ..., a+K-1, sees the
-context strictly before a, and its slot t predicts token a+t+1. Its teacher is the target's own distribution at position a+t,
-one before the label. The previous token of slot t is token a+t. Slot weights decay as exp(-t / gamma).
+The convention that everything hangs on, stated once: a block at anchor a has rows at positions a, a+1, ..., a+K-1,
+sees the context strictly before a, and its slot t predicts token a+t+1. Its teacher is the target's own distribution
+at position a+t, one before the label. The previous token of slot t is token a+t. Slot weights decay as exp(-t /
+gamma).
 
-Shapes: B batch, S source length, N blocks per sample, K block size, H hidden, V vocabulary, k captured layers, r Markov rank.
-Read next: capture.py (where context and final states come from), train.py (the loop), eval_deepspec.py (how a draft is used).
+Shapes: B batch, S source length, N blocks per sample, K block size, H hidden, V vocabulary, k captured layers, r
+Markov rank. Read next: capture.py (where context and final states come from), train.py (the loop), eval_deepspec.py
+(how a draft is used).
 """
 import dataclasses
 import functools
@@ -24,15 +27,14 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
-# Bytes of one vocabulary-sized fp32 buffer in the objective. On a GPU 512 MiB are about 123 blocks of 7 at V = 154,880. On a
-# CPU 24 MiB (128 rows at V = 49,152) give the matrix products enough rows while the buffer stays near the cache.
-BUFFER_BYTES = {"cuda": 512 << 20, "cpu": 24 << 20}
-CACHE_ROWS_BYTES = {"cuda": 512 << 20, "cpu": 2 << 20}   # rows handled at once by the elementwise steps: CPUs want L2-sized ones
+from capture import check_layer_ids
+from objective import drop_nonfinite, global_sum, vocabulary_terms_chunked, vocabulary_terms_full
+
 ATTENTION_GROUP = 16                                     # blocks that share one attention call off CUDA
 WRAPPER_PREFIXES = ("_orig_mod.", "module.", "draft_model.")
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Configuration
 
 
@@ -105,23 +107,20 @@ class DSparkConfig:
         return cls(**{k: v for k, v in raw.items() if k in names}).validate()
 
     def validate(self) -> "DSparkConfig":
-        ids, last = self.target_layer_ids, self.num_target_layers - 1
-        if list(ids) != sorted(set(ids)) or not ids or ids[0] < -1:
-            raise ValueError(f"target_layer_ids {list(ids)} must be strictly increasing and at least -1")
-        if ids[-1] >= last:
-            raise ValueError(f"target_layer_ids {list(ids)} reach layer {ids[-1]}, but the target's last usable layer is {last - 1}: "
-                             f"of {self.num_target_layers} layers the last one's raw output is not what an engine hands out")
+        check_layer_ids(self.target_layer_ids, self.num_target_layers)
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is outside the embedding of {self.vocab_size} rows; "
                              "choose a reserved id that the tokenizer never produces")
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(f"{self.num_attention_heads} query heads are not a multiple of {self.num_key_value_heads} kv heads")
+            raise ValueError(f"{self.num_attention_heads} query heads are not a multiple of "
+                             f"{self.num_key_value_heads} key/value heads")
         if self.block_size < 1 or self.head_dim % 2:
             raise ValueError(f"block_size {self.block_size} must be positive and head_dim {self.head_dim} even")
         if self.markov_rank and self.markov_head_type not in ("vanilla", "gated", "rnn"):
             raise ValueError(f"markov_head_type {self.markov_head_type!r} is none of vanilla, gated, rnn")
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(f"layer_types names {len(self.layer_types)} layers, num_hidden_layers is {self.num_hidden_layers}")
+            raise ValueError(f"layer_types names {len(self.layer_types)} layers, "
+                             f"num_hidden_layers is {self.num_hidden_layers}")
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError("layer_types has sliding_attention but sliding_window is not set")
         return self
@@ -135,7 +134,8 @@ class DSparkConfig:
         shared = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids),
                   "block_size": self.block_size}
         values = dataclasses.asdict(self) | {
-            "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_act": "silu", "sample_from_anchor": True,
+            "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_act": "silu",
+            "sample_from_anchor": True,
             "tie_word_embeddings": False, "use_sliding_window": self.sliding_window is not None,
             "layer_types": list(self.layer_types) or ["full_attention"] * self.num_hidden_layers,
             "eos_token_id": list(self.eos_token_id), "dtype": "float32", **shared, "dflash_config": shared,
@@ -143,7 +143,7 @@ class DSparkConfig:
         (Path(folder) / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Backbone
 
 
@@ -165,7 +165,8 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 @dataclass
 class Visibility:
-    """Who sees what in training: block j of sample b sees context positions < anchors[b, j] and its own K rows, nothing else."""
+    """Who sees what in training: block j of sample b sees context positions < anchors[b, j] and its own K rows,
+    nothing else."""
     anchors: Tensor                              # [B, N]
     keep: Tensor                                 # [B, N]; a dummy block sees only itself, so its softmax stays finite
     source_length: int
@@ -176,7 +177,8 @@ class Visibility:
         return torch.where(self.keep, self.anchors, 0)                                        # [B, N]
 
     def groups(self, window: int | None) -> list[tuple[int, int, int, Tensor]]:
-        """Consecutive blocks that share an attention call: (first row, last row, context prefix, mask [B, 1, rows, prefix + rows]).
+        """Consecutive blocks that share an attention call: (first row, last row, context prefix, mask [B, 1, rows,
+        prefix + rows]).
 
         Memory is linear in N: a group of G blocks needs G*K x (S + G*K) entries, and there are N / G of them.
         """
@@ -223,7 +225,8 @@ def compiled_flex_attention():
 
 
 class Attention(nn.Module):
-    """Dual-source attention: queries from the block rows, keys and values from [context ; block] through the same projections."""
+    """Dual-source attention: queries from the block rows, keys and values from [context ; block] through the same
+    projections."""
 
     def __init__(self, config: DSparkConfig, layer: int):
         super().__init__()
@@ -244,7 +247,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], context_kv: tuple[Tensor, Tensor],
                 visible: "Visibility | Tensor | None") -> Tensor:
-        """x [B, rows, H]; context_kv two [B, kv, S, D]; visible: training's rule, a decoding mask, or None for everything."""
+        """x [B, rows, H]; context_kv two [B, kv, S, D]; visible: training's rule, a decoding mask, or None for
+        everything."""
         q = rotate(self.q_norm(self.heads(self.q_proj(x))), rope)
         k, v = self.keys_values(x, rope)
         ck, cv = context_kv
@@ -281,13 +285,14 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope, context, context_rope, visible) -> Tensor:
-        """context: [B, S, H] in training (its keys and values are made here), or cached (keys, values) when decoding."""
+        """context: [B, S, H] in training (its keys and values are made here), or cached (keys, values) when decoding.
+        """
         context_kv = self.self_attn.keys_values(context, context_rope) if isinstance(context, Tensor) else context
         x = x + self.self_attn(self.input_layernorm(x), rope, context_kv, visible)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Heads
 
 
@@ -310,7 +315,8 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(H + 2 * r, 3 * r)
 
     def step(self, previous: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One slot. previous: token ids [...]; hidden [..., H]; state [..., r] or None. Returns (latent [..., r], state)."""
+        """One slot. previous: token ids [...]; hidden [..., H]; state [..., r] or None. Returns (latent [..., r],
+        state)."""
         embedded = self.markov_w1(previous)
         if self.kind == "vanilla":
             return embedded, None
@@ -346,16 +352,16 @@ class ConfidenceHead(nn.Module):
         return F.linear(x.to(wide), self.proj.weight.to(wide), self.proj.bias.to(wide)).squeeze(-1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # Anchors and labels
 
 
 def sample_anchors(loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]:
     """Draw block anchors uniformly among positions whose token and whose first label are both supervised.
 
-    loss_mask [B, S], nonzero where supervised. Returns anchors [B, N] (ascending, real ones first, dummies 0) and keep [B, N],
-    N = the batch maximum of real anchors, at most num_anchors. Takes exactly one torch.rand(B, S-1) from the default generator,
-    as DeepSpec does, so that equal seeds give equal anchors; nothing is drawn when S < 2.
+    loss_mask [B, S], nonzero where supervised. Returns anchors [B, N] (ascending, real ones first, dummies 0) and keep
+    [B, N], N = the batch maximum of real anchors, at most num_anchors. Takes exactly one torch.rand(B, S-1) from the
+    default generator, as DeepSpec does, so that equal seeds give equal anchors; nothing is drawn when S < 2.
     """
     B, S = loss_mask.shape
     if S < 2:
@@ -365,8 +371,8 @@ def sample_anchors(loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]
 
 
 def sample_anchors_seeded(loss_mask: Tensor, num_anchors: int, seeds, lengths) -> tuple[Tensor, Tensor]:
-    """As `sample_anchors`, with a generator per sample drawing over the sample's true length: a sample's anchors then depend on
-    neither padding, batch, rank nor world size. seeds, lengths: B ints."""
+    """As `sample_anchors`, with a generator per sample drawing over the sample's true length: a sample's anchors then
+    depend on neither padding, batch, rank nor world size. seeds, lengths: B ints."""
     B, S = loss_mask.shape
     noise = torch.full((B, max(S - 1, 0)), 2.0)
     for b, (seed, length) in enumerate(zip(seeds, lengths, strict=True)):
@@ -407,171 +413,13 @@ class Supervision:
         return cls(pick(input_ids, target), pick(input_ids, source), source, valid, valid * decay)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------
-# Objective
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Per-slot results of the vocabulary part: `loss` carries the gradient, the rest is detached."""
-    loss: Tensor                                 # scalar: sum over slots of weight * (ce_weight * CE + l1_weight * L1) / denominator
-    ce: Tensor                                   # [..., K]
-    l1: Tensor                                   # [..., K]; 2 where L1 is off or a slot is invalid
-    agree: Tensor                                # [..., K] bool: the label has the largest corrected logit
-
-
-def vocabulary_terms_full(hidden, latent, w2, head: nn.Linear, final, sup: Supervision, ce_scale, l1_scale) -> Terms:
-    """The reference form: [B, N, K, V] logits, autograd does the rest. hidden [B,N,K,H], latent [B,N,K,r] or None."""
-    logits = head(hidden)
-    if latent is not None:
-        logits = logits + F.linear(latent, w2)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    log_p = logits.log_softmax(-1)
-    ce = -log_p.gather(-1, sup.labels[..., None]).squeeze(-1)
-    agree = logits.gather(-1, sup.labels[..., None]).squeeze(-1) == logits.amax(-1)
-    loss = ce_scale * (sup.weight * ce).sum()
-    l1 = torch.full_like(ce, 2.0)
-    if final is not None:
-        with torch.no_grad():
-            index = sup.source.flatten(1)[..., None].expand(-1, -1, final.shape[-1])
-            q = head(final.gather(1, index).view_as(hidden)).to(logits.dtype).softmax(-1)
-        l1 = (log_p.exp() - q).abs().sum(-1)
-        loss = loss + l1_scale * (sup.weight * l1).sum()
-    return Terms(loss, ce.detach(), l1.detach(), agree)
-
-
-def rows_per_slice(vocab_size: int, device_type: str, bytes_per_entry: int = 4) -> int:
-    """How many vocabulary-sized rows one buffer of the chunked objective holds."""
-    return max(1, BUFFER_BYTES.get(device_type, BUFFER_BYTES["cuda"]) // (vocab_size * bytes_per_entry))
-
-
-def slice_rows(rows_per_block: list[int], blocks: int | None, vocab_size: int, block_size: int, device_type: str):
-    """Row ranges (start, stop) of the slices: whole blocks, as many as `blocks` says or as the byte budget allows."""
-    blocks = blocks or max(1, rows_per_slice(vocab_size, device_type) // block_size)
-    edges = [0]
-    for first in range(0, len(rows_per_block), blocks):
-        edges.append(edges[-1] + sum(rows_per_block[first:first + blocks]))
-    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
-
-
-class ChunkedVocabulary(torch.autograd.Function):
-    """Loss and gradients of the vocabulary part, slice by slice, in the forward pass; backward only scales them.
-
-    With p the draft's distribution, q the teacher's, s = sign(p - q): d CE / d logit = p - onehot(label) and
-    d L1 / d logit = p * (s - sum_v s p). Nothing vocabulary-sized outlives its slice, there is no second pass over the
-    vocabulary, and the teacher is computed once per distinct position of the slice (sorted anchors overlap: 128 blocks of 7
-    often touch a quarter as many positions as they have rows).
-
-    Inputs are flat rows of valid slots: hidden [R, H], latent [R, r] or None, w2 [V, r] or None, weight/bias of the frozen
-    head, final [P, H] or None, labels [R], source [R] (rows of final), row weights [R]. Outputs (loss, ce [R], l1 [R], agree [R]).
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, latent, w2, head_weight, head_bias, final, labels, source, weight, ce_scale, l1_scale, slices):
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        R, V, device = hidden.shape[0], head_weight.shape[0], hidden.device
-        want = any(ctx.needs_input_grad[:3])
-        ce, l1 = hidden.new_zeros(R, dtype=wide), hidden.new_full((R,), 2.0, dtype=wide)
-        agree = torch.zeros(R, dtype=torch.bool, device=device)
-        g_hidden = torch.empty_like(hidden) if want else None
-        g_latent = torch.empty_like(latent) if want and latent is not None else None
-        g_w2 = torch.zeros(w2.shape, dtype=wide, device=device) if want and latent is not None else None
-        widest = max((b - a for a, b in slices), default=0)
-        p_buffer = torch.empty(widest, V, dtype=wide, device=device)
-        q_buffer = torch.empty(widest, V, dtype=wide, device=device) if final is not None else None
-        step = max(1, CACHE_ROWS_BYTES.get(device.type, CACHE_ROWS_BYTES["cuda"]) // (V * p_buffer.element_size()))
-        scratch = torch.empty(min(step, widest), V, dtype=wide, device=device)
-        gather = torch.empty_like(scratch)
-
-        def project(out, x, table, bias=None, accumulate=False):
-            """out (+)= x @ table^T (+ bias), in `wide`, written in place when the dtypes allow."""
-            if x.dtype == out.dtype:
-                torch.addmm(out, x, table.T, out=out) if accumulate else torch.mm(x, table.T, out=out)
-            else:
-                out.add_(x @ table.T) if accumulate else out.copy_(x @ table.T)
-            return out if bias is None else out.add_(bias)
-
-        for a, b in slices:
-            p = project(p_buffer[:b - a], hidden[a:b], head_weight, head_bias)
-            if latent is not None:
-                project(p, latent[a:b], w2, accumulate=True)
-            if final is not None:
-                rows, where = source[a:b].unique(return_inverse=True)
-                q_all = project(q_buffer[:len(rows)], final[rows], head_weight, head_bias)
-                for i in range(0, len(rows), step):
-                    softmax_(q_all[i:i + step])
-            for i in range(0, b - a, step):
-                part, here = p[i:i + step], slice(a + i, min(a + i + step, b))
-                label, w = labels[here, None], weight[here, None].to(wide)
-                at_label = part.gather(1, label)
-                top, log_total = softmax_(part)
-                ce[here] = (top + log_total - at_label).squeeze(1)
-                agree[here] = (at_label == top).squeeze(1)
-                if final is not None:
-                    q = torch.index_select(q_all, 0, where[i:i + step], out=gather[:len(part)])
-                    d = torch.sub(part, q, out=scratch[:len(part)])
-                    l1[here] = torch.linalg.vector_norm(d, ord=1, dim=1)
-                    if want:
-                        d.sign_()
-                        mean_sign = torch.linalg.vecdot(part, d).unsqueeze(1)
-                        d.mul_(l1_scale * w).add_(w * (ce_scale - l1_scale * mean_sign))
-                        part.mul_(d)
-                elif want:
-                    part.mul_(ce_scale * w)
-                if want:
-                    part.scatter_add_(1, label, -ce_scale * w)                                # part is now d loss / d logits
-            if want:
-                d = p.to(hidden.dtype)
-                torch.mm(d, head_weight, out=g_hidden[a:b])
-                if latent is not None:
-                    torch.mm(d, w2, out=g_latent[a:b])
-                    g_w2.addmm_(d.T, latent[a:b]) if d.dtype == wide else g_w2.add_(d.T @ latent[a:b])
-        ctx.save_for_backward(g_hidden, g_latent, g_w2 if g_w2 is None else g_w2.to(w2.dtype))
-        loss = (ce_scale * (weight * ce).sum()).to(wide)
-        if final is not None:
-            loss = loss + l1_scale * (weight * l1).sum()
-        ctx.mark_non_differentiable(ce, l1, agree)
-        return loss, ce, l1, agree
-
-    @staticmethod
-    def backward(ctx, g_loss, *_):
-        grads = [None if g is None else g * g_loss.to(g.dtype) for g in ctx.saved_tensors]
-        return *grads, *([None] * 9)
-
-
-def softmax_(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over the last axis in place. Returns (maximum [n, 1], log of the sum of exp(x - maximum) [n, 1])."""
-    top = x.amax(1, keepdim=True)
-    total = x.sub_(top).exp_().sum(1, keepdim=True)
-    x.div_(total)
-    return top, total.log()
-
-
-def vocabulary_terms_chunked(hidden, latent, w2, head: nn.Linear, final, sup: Supervision, ce_scale, l1_scale, blocks) -> Terms:
-    """As `vocabulary_terms_full` with memory flat in N and B; blocks: per slice, None for the byte budget."""
-    valid = sup.valid.flatten(0, 1)                                                           # [B*N, K]
-    rows = valid.flatten().nonzero().squeeze(1)
-    pick = lambda x: None if x is None else x.flatten(0, 2).index_select(0, rows)             # noqa: E731
-    slices = slice_rows(valid.sum(1).tolist(), blocks, head.weight.shape[0], valid.shape[1], hidden.device.type)
-    sample = torch.arange(sup.source.shape[0], device=rows.device)[:, None, None]
-    source = None
-    if final is not None:
-        source = pick(sup.source + sample * final.shape[1])
-        final = final.flatten(0, 1)
-    loss, ce, l1, agree = ChunkedVocabulary.apply(
-        pick(hidden), pick(latent), w2 if latent is not None else None, head.weight.detach(),
-        None if head.bias is None else head.bias.detach(), final, pick(sup.labels), source, pick(sup.weight),
-        ce_scale, l1_scale, slices)
-    spread = lambda x, fill: x.new_full((valid.numel(),), fill).index_copy(0, rows, x).view_as(sup.valid)  # noqa: E731
-    return Terms(loss, spread(ce, 0.0), spread(l1, 2.0), spread(agree, False))
-
-
-# ---------------------------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------------
 # The draft
 
 
 class DSparkDraft(nn.Module):
-    """The draft model. Trainable tensors only: the target's embedding and lm_head are attached by reference, never registered."""
+    """The draft model. Trainable tensors only: the target's embedding and lm_head are attached by reference, never
+    registered."""
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
@@ -590,7 +438,7 @@ class DSparkDraft(nn.Module):
                     nn.init.zeros_(module.bias)
         self.chunk_blocks: int | None = None
         self.ce_weight, self.l1_weight, self.confidence_weight, self.gamma = 0.1, 0.9, 1.0, 4.0
-        self._frozen: list[nn.Module] = []       # [embedding, lm_head]; a list, so that nn.Module does not register them
+        self._frozen: list[nn.Module] = []       # [embedding, lm_head]; a list hides them from nn.Module
 
     def configure_objective(self, recipe) -> "DSparkDraft":
         self.ce_weight, self.l1_weight = recipe.ce_weight, recipe.l1_weight
@@ -630,10 +478,12 @@ class DSparkDraft(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> "DSparkDraft":
-        """Load a checkpoint strictly. dtype None keeps the file's. Embedding and head are taken from it when it has them."""
+        """Load a checkpoint strictly. dtype None keeps the file's. Embedding and head are taken from it when it has
+        them."""
         config, tensors = DSparkConfig.from_pretrained(folder), load_draft_tensors(folder)
         dtype = dtype or next(iter(tensors.values())).dtype
-        draft = cls(config)
+        with torch.device("meta"):               # no random initialisation: loading leaves the random stream alone
+            draft = cls(config)
         frozen = {k: tensors.pop(k) for k in ("embed_tokens.weight", "lm_head.weight") if k in tensors}
         draft.load_tensors(tensors, where=str(folder))
         if "embed_tokens.weight" in frozen:
@@ -644,7 +494,8 @@ class DSparkDraft(nn.Module):
         return draft.to(device=device, dtype=dtype).eval()
 
     def load_tensors(self, tensors: dict[str, Tensor], where: str = "checkpoint") -> None:
-        """Copy tensors in by name. Raises ValueError naming every missing, unknown or wrongly shaped one; nothing is partial."""
+        """Copy tensors in by name. Raises ValueError naming every missing, unknown or wrongly shaped one; nothing is
+        partial."""
         own = self.state_dict()
         problems = [f"missing {n} {tuple(own[n].shape)}" for n in own if n not in tensors]
         problems += [f"unknown {n} {tuple(tensors[n].shape)}" for n in tensors if n not in own]
@@ -653,7 +504,7 @@ class DSparkDraft(nn.Module):
         if problems:
             raise ValueError(f"{where} does not fit this draft ({len(problems)} problems): " + "; ".join(problems[:8])
                              + (" ..." if len(problems) > 8 else ""))
-        self.load_state_dict(tensors)
+        self.load_state_dict(tensors, assign=self.fc.weight.is_meta)
 
     # -- forward passes
 
@@ -680,15 +531,18 @@ class DSparkDraft(nn.Module):
             x = layer(x, rope, context, context_rope, visible)
         return self.norm(x).unflatten(1, (-1, K))
 
+    def session(self) -> "DraftSession":
+        return DraftSession(self)
+
     def forward(self, input_ids: Tensor, context: Tensor, loss_mask: Tensor, final: Tensor | None = None, *,
                 seeds=None, lengths=None) -> tuple[Tensor, dict[str, Tensor]]:
         """One training forward over the blocks of a batch.
 
-        input_ids, loss_mask [B, S]; context [B, S, k*H] captured layers; final [B, S, H] the target's post-norm final state
-        (None only when l1_weight and the confidence loss are off). With `seeds` and `lengths` (B ints each) every sample draws
-        its anchors from a generator of its own, else from the default generator.
-        Returns (loss, metrics): the loss is this rank's share times the world size, so that averaged gradients are those of
-        the global mean; metrics are global, detached scalars.
+        input_ids, loss_mask [B, S]; context [B, S, k*H] captured layers; final [B, S, H] the target's post-norm final
+        state (None only when l1_weight and the confidence loss are off). With `seeds` and `lengths` (B ints each)
+        every sample draws its anchors from a generator of its own, else from the default generator. Returns (loss,
+        metrics): the loss is this rank's share times the world size, so that averaged gradients are those of the
+        global mean; metrics are global, detached scalars.
         """
         if final is None and (self.l1_weight or (self.confidence_head and self.confidence_weight)):
             raise ValueError("the target's final state is needed unless l1_weight and the confidence loss are 0")
@@ -697,7 +551,7 @@ class DSparkDraft(nn.Module):
             anchors, keep = sample_anchors(loss_mask, self.config.num_anchors)
         else:
             anchors, keep = sample_anchors_seeded(loss_mask, self.config.num_anchors, seeds, lengths)
-        if anchors.shape[1] == 0:                # no supervision here: one dummy block keeps the ranks' collectives matched
+        if anchors.shape[1] == 0:                # no supervision: one dummy block keeps the ranks' collectives matched
             anchors, keep = (x.new_zeros(x.shape[0], 1) for x in (anchors, keep))
         sup = Supervision.build(input_ids, loss_mask, anchors, keep, self.config.block_size, self.gamma)
         denominator = global_sum(sup.weight.sum()) + 1e-6
@@ -737,39 +591,62 @@ class DSparkDraft(nn.Module):
     @staticmethod
     def metrics(sums: dict[str, Tensor], accepted: Tensor, proposed: Tensor) -> dict[str, Tensor]:
         """Global metrics from this rank's sums: one all-reduce, fresh detached tensors."""
-        flat = torch.cat((torch.stack([x.detach().double() for x in sums.values()]), accepted.double(), proposed.double()))
-        flat = global_sum(flat)
+        flat = torch.stack([x.detach().double() for x in sums.values()])
+        flat = global_sum(torch.cat((flat, accepted.double(), proposed.double())))
         s, K = dict(zip(sums, flat, strict=False)), len(accepted)
         weighted = s["weight"] + 1e-6
         result = {k: s[k] / weighted for k in ("ce_loss", "l1_loss", "confidence_loss", "confidence_abs_error",
                                                "confidence_bias", "confidence_cumprod_bias") if k in s}
-        result |= {"tau_probabilistic": s["tau"] / s["blocks"].clamp(min=1), "agree": s["agree"] / s["valid"].clamp(min=1)}
+        result |= {"tau_probabilistic": s["tau"] / s["blocks"].clamp(min=1),
+                   "agree": s["agree"] / s["valid"].clamp(min=1)}
         rates = flat[len(sums):len(sums) + K] / flat[len(sums) + K:].clamp(min=1)
         result |= {f"accept_rate@{t}": rates[t] for t in range(K)}
         return result | {"nonfinite_tokens": s["nonfinite_tokens"], "blocks": s["blocks"]}
 
 
-def global_sum(x: Tensor) -> Tensor:
-    """Sum over all ranks, detached; the value itself in a single process."""
-    x = x.detach().clone()
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(x)
-    return x
+class DraftSession:
+    """Decoding state of one sequence: per layer the keys and values of the committed context, at their absolute
+    positions."""
 
+    def __init__(self, draft: DSparkDraft, room: int = 512):
+        c = draft.config
+        self.draft, self.length = draft, 0
+        shape = (len(draft.layers), 1, c.num_key_value_heads, room, c.head_dim)
+        self.keys, self.values = draft.fc.weight.new_empty(shape), draft.fc.weight.new_empty(shape)
 
-def drop_nonfinite(loss_mask: Tensor, context: Tensor, final: Tensor | None):
-    """Take tokens whose captured states hold inf or NaN out of supervision and zero their states.
+    def _rope(self, n: int) -> tuple[Tensor, Tensor]:
+        c = self.draft.config
+        positions = torch.arange(self.length, self.length + n, device=self.keys.device)
+        return rope_tables(positions, c.head_dim, c.rope_theta, self.keys.dtype)
 
-    Returns (loss_mask, context, final, count of such tokens). The healthy path costs one reduction: a sum is finite when
-    every entry is.
-    """
-    parts = [context] if final is None else [context, final]
-    with torch.no_grad():
-        if torch.isfinite(sum(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in parts)):
-            return loss_mask, context, final, torch.zeros((), device=context.device)
-        finite = torch.stack([torch.isfinite(x).all(-1) for x in parts]).all(0)               # [B, S]
-        clean = [torch.where(finite[..., None], x, 0) for x in parts]
-    return loss_mask * finite, clean[0], clean[1] if len(clean) > 1 else None, (~finite).sum().to(torch.float32)
+    def extend(self, captured: Tensor) -> None:
+        """Append captured layers [1, n, k*H] of n newly committed tokens."""
+        n = captured.shape[1]
+        if self.length + n > self.keys.shape[3]:
+            grow = (0, 0, 0, max(self.keys.shape[3], n))
+            self.keys, self.values = F.pad(self.keys, grow), F.pad(self.values, grow)
+        context, rope = self.draft.context(captured.to(self.keys.dtype)), self._rope(n)
+        for i, layer in enumerate(self.draft.layers):
+            k, v = layer.self_attn.keys_values(context, rope)
+            self.keys[i, :, :, self.length:self.length + n], self.values[i, :, :, self.length:self.length + n] = k, v
+        self.length += n
+
+    def block(self, last_token: Tensor) -> Tensor:
+        """Hidden rows [1, K, H] of a block that starts at position `length` with last_token [1, 1]; leaves no trace."""
+        c, K = self.draft.config, self.draft.config.block_size
+        rope = self._rope(K)
+        ids = self.draft.block_rows(last_token, torch.zeros_like(last_token))[:, 0]           # [1, K]
+        x = self.draft.embed_tokens(ids).to(self.keys.dtype)
+        for i, layer in enumerate(self.draft.layers):
+            window = c.window(i)
+            mask = None if window is None else self._window_mask(K, window)
+            cached = self.keys[i, :, :, :self.length], self.values[i, :, :, :self.length]
+            x = layer(x, rope, cached, None, mask)
+        return self.draft.norm(x)
+
+    def _window_mask(self, K: int, window: int) -> Tensor:
+        at = torch.arange(self.length + K, device=self.keys.device)
+        return (at[self.length:, None] - at < window) | (at >= self.length)
 
 
 def frozen_linear(weight: Tensor) -> nn.Linear:
@@ -780,7 +657,8 @@ def frozen_linear(weight: Tensor) -> nn.Linear:
 
 
 def load_draft_tensors(folder: str | Path) -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors files, wrapper prefixes stripped. Raises on none, unreadable or colliding ones."""
+    """All tensors of the folder's safetensors files, wrapper prefixes stripped. Raises on none, unreadable or
+    colliding ones."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no .safetensors file in {folder}; expected the folder of a draft checkpoint")
@@ -790,7 +668,7 @@ def load_draft_tensors(folder: str | Path) -> dict[str, Tensor]:
             with safe_open(path, "pt") as file:
                 found = {name: file.get_tensor(name) for name in file.keys()}                 # noqa: SIM118
         except Exception as error:
-            raise ValueError(f"{path} cannot be read ({error}); it is damaged or truncated, use another checkpoint") from error
+            raise ValueError(f"{path} cannot be read ({error}); it is damaged, use another checkpoint") from error
         for name, tensor in found.items():
             while prefix := next((p for p in WRAPPER_PREFIXES if name.startswith(p)), None):
                 name = name[len(prefix):]

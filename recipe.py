@@ -1,9 +1,9 @@
 """Every number of a run, as constants.
 
-A `Recipe` is one frozen dataclass. Its defaults are the published DeepSpec values for DSpark; an instance per target overrides only
-what that target dictates, and the CPU recipes say beside each shrunk value why it is smaller. Nothing here is read from
-the environment: fork the file and edit it. `torchrun train.py` runs DEFAULT, `torchrun train.py qwen3-8b` another one.
-Read next: dspark.py (the draft and its objective), then train.py (the loop).
+A `Recipe` is one frozen dataclass. Its defaults are the published DeepSpec values for DSpark; an instance per target
+overrides only what that target dictates, and the CPU recipes say beside each shrunk value why it is smaller. Nothing
+here is read from the environment: fork the file and edit it. `torchrun train.py` runs DEFAULT, `torchrun train.py
+qwen3-8b` another one. Read next: dspark.py (the draft and its objective), then train.py (the loop).
 """
 import dataclasses
 import hashlib
@@ -53,7 +53,7 @@ class Recipe:
     loss_decay_gamma: float = 4.0                # weight of slot t is exp(-t / gamma)
 
     # The optimizer.
-    optimizer: str = "adamw"                     # "muon" on the CPU recipes: Newton-Schulz for the matrices, AdamW for the rest
+    optimizer: str = "adamw"                     # "muon" on the CPU recipes: Newton-Schulz for matrices, AdamW for the rest
     lr: float = 6e-4
     muon_lr: float = 0.02                        # for the matrices when optimizer is "muon"; follows the same schedule
     lr_scale: float = 1.0                        # 0.5 is the remedy if a run collapses at the schedule's peak
@@ -85,7 +85,7 @@ class Recipe:
     eval_temperature: float = 1.0
 
     # The corpus.
-    corpus: str = ""                             # Hugging Face dataset, a jsonl file, or "own:gsm_symbolic": the target's own answers
+    corpus: str = ""                             # Hugging Face dataset, a jsonl file, or "own:TASK": the target's own answers
     corpus_size: int = 0                         # prompts of an "own:" corpus
     corpus_max_new_tokens: int = 256
     corpus_temperature: float = 1.0
@@ -94,7 +94,8 @@ class Recipe:
 
 
 def spread_layers(num_layers: int, taps: int) -> tuple[int, ...]:
-    """Layer ids spread evenly from 1 to num_layers - 3 (DFlash's default rule): shallow, middle and deep, never the last layer."""
+    """Layer ids spread evenly from 1 to num_layers - 3 (DFlash's default rule): shallow, middle and deep, never the
+    last layer."""
     if taps == 1:
         return (num_layers // 2,)
     return tuple(round(1 + i * (num_layers - 4) / (taps - 1)) for i in range(taps))
@@ -110,7 +111,8 @@ def save_recipe(recipe: Recipe, path: Path) -> None:
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read the recipe.json of a checkpoint. Unknown or missing keys are named: the file is from another version of this code."""
+    """Read the recipe.json of a checkpoint. Unknown or missing keys are named: the file is from another version of
+    this code."""
     try:
         values = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -130,7 +132,8 @@ def get_recipe(name: str | None = None) -> Recipe:
     return RECIPES[name]
 
 
-# A random target made on the spot by targets.py. It learns nothing worth having; the whole pipeline runs in under a minute.
+# A random target made on the spot by targets.py. It learns nothing worth having; the whole pipeline runs in under a
+# minute.
 TINY = Recipe(
     name="tiny", target="tiny", num_target_layers=4, target_layer_ids=(0, 1, 2),
     hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=128,
@@ -141,17 +144,20 @@ TINY = Recipe(
     corpus="own:gsm_symbolic", corpus_size=32, corpus_max_new_tokens=48,
 )
 
-# What a two-core laptop can train while its owner drinks a coffee. Same algorithm as the canonical recipe, fewer of everything.
+# What a two-core laptop can train while its owner drinks a coffee. Same algorithm as the canonical recipe, fewer of
+# everything.
 SMOLLM2_DEMO = Recipe(
-    name="smollm2-demo", target="HuggingFaceTB/SmolLM2-135M-Instruct", num_target_layers=30, target_layer_ids=spread_layers(30, 5),
+    name="smollm2-demo", target="HuggingFaceTB/SmolLM2-135M-Instruct",
+    num_target_layers=30, target_layer_ids=spread_layers(30, 5),
     hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64, intermediate_size=1536,
-    vocab_size=49_152, mask_token_id=18, stop_token_ids=(2,), rope_theta=100_000.0, rms_norm_eps=1e-5, max_position_embeddings=8192,
+    vocab_size=49_152, mask_token_id=18, stop_token_ids=(2,), rope_theta=100_000.0, rms_norm_eps=1e-5,
+    max_position_embeddings=8192,
     num_draft_layers=2,                          # 5 in the canonical recipe: each costs 4 M parameters per forward
-    markov_rank=64,                              # 256: rank 64 keeps 83% of the bigrams' acceptance at a quarter of the cost
+    markov_rank=64,                              # 256: rank 64 keeps 83% of the bigrams' acceptance at a quarter of its cos
     markov_init="bigram",
     num_anchors=64,                              # 512: vocabulary-sized work per sample is proportional to it
     optimizer="muon",                            # reaches AdamW's tau in a third of the steps at this size
-    lr=2e-3,                                     # for the parameters that Muon does not take; 6e-4 is meant for batches of 512
+    lr=2e-3,                                     # for parameters that Muon does not take; 6e-4 is for batches of 512
     global_batch=4, micro_batch=4, epochs=1,
     max_length=384, save_every=16, evals_per_epoch=0, cache_captures=True,
     eval_tasks=("gsm_symbolic", "humaneval"), eval_limit=16, eval_max_new_tokens=128, eval_temperature=0.0,

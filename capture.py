@@ -1,0 +1,179 @@
+"""The frozen target: its hidden states for training, its cached sessions for evaluation.
+
+`capture` runs whole samples and hands out what a draft trains on: the concatenated outputs of k chosen layers (the
+context) and the post-norm final state (what lm_head reads). `session` keeps the keys and values of committed tokens,
+so that a verification step computes only the new ones.
+
+The layer-id convention, stated once: id i is the *output* of decoder layer i, which Hugging Face stores at
+hidden_states[i + 1]; -1 is the embedding output; the last decoder layer is forbidden, because hidden_states[-1] holds
+its output after the final norm and engines disagree about it. Ids are strictly increasing. Read next: train.py (who
+captures and when it drains), eval_deepspec.py (sessions at work).
+"""
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What the target hands out for a batch; padding rows are zero and never read."""
+    context: Tensor                              # [B, S, k*H] the requested layers, concatenated in order
+    final: Tensor                                # [B, S, H] post-norm final state
+
+
+def check_layer_ids(layer_ids, num_layers: int) -> tuple[int, ...]:
+    """The one rule about layer ids (see the top of this file). Raises ValueError naming the offending id and the mend.
+    """
+    ids = tuple(int(i) for i in layer_ids)
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < -1:
+        raise ValueError(f"target_layer_ids {list(ids)} must be strictly increasing, without repeats, and at least -1")
+    if ids[-1] >= num_layers - 1:
+        raise ValueError(f"target_layer_ids {list(ids)} reach layer {ids[-1]} of a target with {num_layers} layers; "
+                         f"the largest usable id is {num_layers - 2}, because the last layer's raw output is not captured")
+    return ids
+
+
+class HFTarget:
+    """Any transformers causal LM, read through forward hooks: no layer but the requested ones is kept, no logits are
+    made."""
+
+    def __init__(self, model: nn.Module, layer_ids):
+        self.model = model.eval().requires_grad_(False)
+        config = model.config.get_text_config()
+        self.decoder = model.get_decoder()
+        self.embed_tokens, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.layer_ids = check_layer_ids(layer_ids, config.num_hidden_layers)
+        self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
+        self.vocab_size = self.embed_tokens.weight.shape[0]
+        self.device, self.dtype = self.embed_tokens.weight.device, self.embed_tokens.weight.dtype
+        self.generation_config = model.generation_config
+        self._seen: dict[int, Tensor] = {}
+        for i in self.layer_ids:
+            if i == -1:
+                self.decoder.layers[0].register_forward_pre_hook(self._keep_input, with_kwargs=True)
+            else:
+                self.decoder.layers[i].register_forward_hook(self._keeper(i))
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, layer_ids, dtype: torch.dtype | None = None, device="cpu") -> "HFTarget":
+        """Load from a folder or hub name. dtype None: float32 on a CPU (bf16 is slower there), the file's own
+        elsewhere."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import is_flash_attn_2_available
+
+        from kvcache import register_attention
+        cuda = torch.device(device).type == "cuda"
+        attention = ("flash_attention_2" if is_flash_attn_2_available() else "sdpa") if cuda else register_attention()
+        check_layer_ids(layer_ids, AutoConfig.from_pretrained(path).get_text_config().num_hidden_layers)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or ("auto" if cuda else torch.float32),
+                                                     attn_implementation=attention)
+        return cls(model.to(device), layer_ids)
+
+    def _keeper(self, i: int):
+        def hook(module, args, output):
+            self._seen[i] = output[0] if isinstance(output, tuple) else output
+        return hook
+
+    def _keep_input(self, module, args, kwargs):
+        self._seen[-1] = args[0] if args else kwargs["hidden_states"]
+
+    @torch.no_grad()
+    def _run(self, ids: Tensor, **kwargs) -> Captured:
+        """The decoder without its head on ids [1, n]."""
+        self._seen.clear()
+        cached = "past_key_values" in kwargs
+        final = self.decoder(input_ids=ids.to(self.device), use_cache=cached, **kwargs).last_hidden_state
+        context = torch.cat([self._seen[i] for i in self.layer_ids], -1)
+        self._seen.clear()
+        return Captured(context, final)
+
+    def capture(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Captured:
+        """input_ids [B, S], right-padded; attention_mask [B, S]. Rows run one by one at their true length: no padding
+        is computed, and a sample's states do not depend, to the bit, on what it is batched with."""
+        B, S = input_ids.shape
+        lengths = [S] * B if attention_mask is None else attention_mask.sum(1).tolist()
+        context = torch.zeros(B, S, len(self.layer_ids) * self.hidden_size, dtype=self.dtype, device=self.device)
+        final = torch.zeros(B, S, self.hidden_size, dtype=self.dtype, device=self.device)
+        for b, n in enumerate(int(n) for n in lengths):
+            if n:
+                row = self._run(input_ids[b:b + 1, :n])
+                context[b, :n], final[b, :n] = row.context[0], row.final[0]
+        return Captured(context, final)
+
+    def session(self) -> "HFSession":
+        return HFSession(self)
+
+    def drain(self) -> None:
+        """Wait for all device work. The training loop calls it before the draft's forward and before backward: work
+        that an engine queues on its own streams must not race the collectives of either. Nothing to wait for on a CPU.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class HFSession:
+    """One growing sequence with cached keys and values; use as a context manager."""
+
+    def __init__(self, target: HFTarget, room: int = 512):
+        self.target, self.room, self.cache = target, room, None
+
+    def __enter__(self) -> "HFSession":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    @property
+    def length(self) -> int:
+        return self.cache.lengths[0] if self.cache is not None else 0
+
+    def extend(self, ids: Tensor) -> Captured:
+        """Append ids [1, n]; returns their states, rows of the new tokens only."""
+        n = ids.shape[1]
+        self._reserve(self.length + n)
+        captured = self.target._run(ids, position_ids=self.cache.positions(n), past_key_values=self.cache)
+        self.cache.advance(n)
+        return captured
+
+    def rollback(self, length: int) -> None:
+        """Forget everything from absolute position `length` on."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot roll back to {length}: the session holds {self.length} tokens")
+        if self.cache is not None:
+            self.cache.truncate(length)
+
+    def close(self) -> None:
+        self.cache = None
+
+    def _reserve(self, needed: int) -> None:
+        """Grow the key/value memory by doubling, so that copies stay rare."""
+        from kvcache import SlotCache
+        if self.cache is not None and needed <= self.cache.max_length:
+            return
+        while self.room < needed:
+            self.room *= 2
+        grown = SlotCache(self.target.num_layers, slots=1, max_length=self.room, device=self.target.device)
+        if self.cache is not None:
+            for new, old in zip(grown.layers, self.cache.layers, strict=True):
+                new.lazy_initialization(old.keys, old.values)
+                new.keys[:, :, :old.keys.shape[2]], new.values[:, :, :old.values.shape[2]] = old.keys, old.values
+            grown.advance(self.length)
+        self.cache = grown
+
+
+def load_target(recipe, device="cpu", path: str | Path | None = None) -> HFTarget:
+    """The recipe's target, checked against the recipe before any compute."""
+    from targets import target_path
+    if recipe.engine != "transformers":
+        raise ValueError(f"recipe {recipe.name} asks for engine {recipe.engine!r}; "
+                         "this version runs 'transformers' only")
+    dtype = getattr(torch, recipe.dtype) if torch.device(device).type == "cuda" else torch.float32
+    target = HFTarget.from_pretrained(path or target_path(recipe), recipe.target_layer_ids, dtype=dtype, device=device)
+    for name, have, want in (("layers", target.num_layers, recipe.num_target_layers),
+                             ("hidden size", target.hidden_size, recipe.hidden_size),
+                             ("embedding rows", target.vocab_size, recipe.vocab_size)):
+        if have != want:
+            raise ValueError(f"recipe {recipe.name} says {want} {name}, the target has {have}; correct recipe.py")
+    return target

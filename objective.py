@@ -1,0 +1,199 @@
+"""The vocabulary-sized part of a draft's objective: cross entropy and L1 distance to the teacher, over all block slots.
+
+Two forms, one meaning. `vocabulary_terms_full` materialises every slot's logits and lets autograd work: the reference,
+used in tests. `vocabulary_terms_chunked` is what training uses: slices of blocks, loss and gradients in one forward
+pass, memory flat in the number of anchors. dspark.py calls them and adds the confidence loss; bench.py compares them.
+"""
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Bytes of one vocabulary-sized fp32 buffer in the objective. On a GPU 512 MiB are about 123 blocks of 7 at V =
+# 154,880. On a CPU 24 MiB (128 rows at V = 49,152) give the matrix products enough rows while the buffer stays near
+# the cache.
+BUFFER_BYTES = {"cuda": 512 << 20, "cpu": 24 << 20}
+# Bytes that the elementwise steps handle at once: on a CPU they should stay in the second-level cache.
+CACHE_ROWS_BYTES = {"cuda": 512 << 20, "cpu": 2 << 20}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Per-slot results of the vocabulary part: `loss` carries the gradient, the rest is detached."""
+    loss: Tensor                                 # scalar: sum over slots of weight * (ce_scale * CE + l1_scale * L1)
+    ce: Tensor                                   # [..., K]
+    l1: Tensor                                   # [..., K]; 2 where L1 is off or a slot is invalid
+    agree: Tensor                                # [..., K] bool: the label has the largest corrected logit
+
+
+def vocabulary_terms_full(hidden, latent, w2, head: nn.Linear, final, sup, ce_scale, l1_scale) -> Terms:
+    """The reference form: [B, N, K, V] logits, autograd does the rest. hidden [B,N,K,H], latent [B,N,K,r] or None."""
+    logits = head(hidden)
+    if latent is not None:
+        logits = logits + F.linear(latent, w2)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_p = logits.log_softmax(-1)
+    ce = -log_p.gather(-1, sup.labels[..., None]).squeeze(-1)
+    agree = logits.gather(-1, sup.labels[..., None]).squeeze(-1) == logits.amax(-1)
+    loss = ce_scale * (sup.weight * ce).sum()
+    l1 = torch.full_like(ce, 2.0)
+    if final is not None:
+        with torch.no_grad():
+            index = sup.source.flatten(1)[..., None].expand(-1, -1, final.shape[-1])
+            q = head(final.gather(1, index).view_as(hidden)).to(logits.dtype).softmax(-1)
+        l1 = (log_p.exp() - q).abs().sum(-1)
+        loss = loss + l1_scale * (sup.weight * l1).sum()
+    return Terms(loss, ce.detach(), l1.detach(), agree)
+
+
+def rows_per_slice(vocab_size: int, device_type: str, bytes_per_entry: int = 4) -> int:
+    """How many vocabulary-sized rows one buffer of the chunked objective holds."""
+    return max(1, BUFFER_BYTES.get(device_type, BUFFER_BYTES["cuda"]) // (vocab_size * bytes_per_entry))
+
+
+def slice_rows(rows_per_block: list[int], blocks: int | None, vocab_size: int, block_size: int, device_type: str):
+    """Row ranges (start, stop) of the slices: whole blocks, as many as `blocks` says or as the byte budget allows."""
+    blocks = blocks or max(1, rows_per_slice(vocab_size, device_type) // block_size)
+    edges = [0]
+    for first in range(0, len(rows_per_block), blocks):
+        edges.append(edges[-1] + sum(rows_per_block[first:first + blocks]))
+    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+
+
+class ChunkedVocabulary(torch.autograd.Function):
+    """Loss and gradients of the vocabulary part, slice by slice, in the forward pass; backward only scales them.
+
+    With p the draft's distribution, q the teacher's, s = sign(p - q): d CE / d logit = p - onehot(label) and d L1 / d
+    logit = p * (s - sum_v s p). Nothing vocabulary-sized outlives its slice, there is no second pass over the
+    vocabulary, and the teacher is computed once per distinct position of the slice (sorted anchors overlap: 128 blocks
+    of 7 often touch a quarter as many positions as they have rows).
+
+    Inputs are flat rows of valid slots: hidden [R, H], latent [R, r] or None, w2 [V, r] or None, weight/bias of the
+    frozen head, final [P, H] or None, labels [R], source [R] (rows of final), row weights [R]. Outputs (loss, ce [R],
+    l1 [R], agree [R]).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, latent, w2, head_weight, head_bias, final, labels, source, weight, ce_scale, l1_scale,
+                slices):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        R, V, device = hidden.shape[0], head_weight.shape[0], hidden.device
+        want = any(ctx.needs_input_grad[:3])
+        ce, l1 = hidden.new_zeros(R, dtype=wide), hidden.new_full((R,), 2.0, dtype=wide)
+        agree = torch.zeros(R, dtype=torch.bool, device=device)
+        g_hidden = torch.empty_like(hidden) if want else None
+        g_latent = torch.empty_like(latent) if want and latent is not None else None
+        g_w2 = torch.zeros(w2.shape, dtype=wide, device=device) if want and latent is not None else None
+        widest = max((b - a for a, b in slices), default=0)
+        p_buffer = torch.empty(widest, V, dtype=wide, device=device)
+        q_buffer = torch.empty(widest, V, dtype=wide, device=device) if final is not None else None
+        step = max(1, CACHE_ROWS_BYTES.get(device.type, CACHE_ROWS_BYTES["cuda"]) // (V * p_buffer.element_size()))
+        scratch = torch.empty(min(step, widest), V, dtype=wide, device=device)
+        gather = torch.empty_like(scratch)
+
+        def project(out, x, table, bias=None, accumulate=False):
+            """out (+)= x @ table^T (+ bias), in `wide`, written in place when the dtypes allow."""
+            if x.dtype == out.dtype:
+                torch.addmm(out, x, table.T, out=out) if accumulate else torch.mm(x, table.T, out=out)
+            else:
+                out.add_(x @ table.T) if accumulate else out.copy_(x @ table.T)
+            return out if bias is None else out.add_(bias)
+
+        for a, b in slices:
+            p = project(p_buffer[:b - a], hidden[a:b], head_weight, head_bias)
+            if latent is not None:
+                project(p, latent[a:b], w2, accumulate=True)
+            if final is not None:
+                rows, where = source[a:b].unique(return_inverse=True)
+                q_all = project(q_buffer[:len(rows)], final[rows], head_weight, head_bias)
+                for i in range(0, len(rows), step):
+                    softmax_(q_all[i:i + step])
+            for i in range(0, b - a, step):
+                part, here = p[i:i + step], slice(a + i, min(a + i + step, b))
+                label, w = labels[here, None], weight[here, None].to(wide)
+                at_label = part.gather(1, label)
+                top, log_total = softmax_(part)
+                ce[here] = (top + log_total - at_label).squeeze(1)
+                agree[here] = (at_label == top).squeeze(1)
+                if final is not None:
+                    q = torch.index_select(q_all, 0, where[i:i + step], out=gather[:len(part)])
+                    d = torch.sub(part, q, out=scratch[:len(part)])
+                    l1[here] = torch.linalg.vector_norm(d, ord=1, dim=1)
+                    if want:
+                        d.sign_()
+                        mean_sign = torch.linalg.vecdot(part, d).unsqueeze(1)
+                        d.mul_(l1_scale * w).add_(w * (ce_scale - l1_scale * mean_sign))
+                        part.mul_(d)
+                elif want:
+                    part.mul_(ce_scale * w)
+                if want:
+                    part.scatter_add_(1, label, -ce_scale * w)                        # now d loss / d logits
+            if want:
+                d = p.to(hidden.dtype)
+                torch.mm(d, head_weight, out=g_hidden[a:b])
+                if latent is not None:
+                    torch.mm(d, w2, out=g_latent[a:b])
+                    g_w2.addmm_(d.T, latent[a:b]) if d.dtype == wide else g_w2.add_(d.T @ latent[a:b])
+        ctx.save_for_backward(g_hidden, g_latent, g_w2 if g_w2 is None else g_w2.to(w2.dtype))
+        loss = (ce_scale * (weight * ce).sum()).to(wide)
+        if final is not None:
+            loss = loss + l1_scale * (weight * l1).sum()
+        ctx.mark_non_differentiable(ce, l1, agree)
+        return loss, ce, l1, agree
+
+    @staticmethod
+    def backward(ctx, g_loss, *_):
+        grads = [None if g is None else g * g_loss.to(g.dtype) for g in ctx.saved_tensors]
+        return *grads, *([None] * 9)
+
+
+def softmax_(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax over the last axis in place. Returns (maximum [n, 1], log of the sum of exp(x - maximum) [n, 1])."""
+    top = x.amax(1, keepdim=True)
+    total = x.sub_(top).exp_().sum(1, keepdim=True)
+    x.div_(total)
+    return top, total.log()
+
+
+def vocabulary_terms_chunked(hidden, latent, w2, head: nn.Linear, final, sup, ce_scale, l1_scale, blocks) -> Terms:
+    """As `vocabulary_terms_full` with memory flat in N and B; blocks: per slice, None for the byte budget."""
+    valid = sup.valid.flatten(0, 1)                                                           # [B*N, K]
+    rows = valid.flatten().nonzero().squeeze(1)
+    pick = lambda x: None if x is None else x.flatten(0, 2).index_select(0, rows)             # noqa: E731
+    slices = slice_rows(valid.sum(1).tolist(), blocks, head.weight.shape[0], valid.shape[1], hidden.device.type)
+    sample = torch.arange(sup.source.shape[0], device=rows.device)[:, None, None]
+    source = None
+    if final is not None:
+        source = pick(sup.source + sample * final.shape[1])
+        final = final.flatten(0, 1)
+    loss, ce, l1, agree = ChunkedVocabulary.apply(
+        pick(hidden), pick(latent), w2 if latent is not None else None, head.weight.detach(),
+        None if head.bias is None else head.bias.detach(), final, pick(sup.labels), source, pick(sup.weight),
+        ce_scale, l1_scale, slices)
+    spread = lambda x, fill: x.new_full((valid.numel(),), fill).index_copy(0, rows, x).view_as(sup.valid)  # noqa: E731
+    return Terms(loss, spread(ce, 0.0), spread(l1, 2.0), spread(agree, False))
+
+
+def global_sum(x: Tensor) -> Tensor:
+    """Sum over all ranks, detached; the value itself in a single process."""
+    x = x.detach().clone()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def drop_nonfinite(loss_mask: Tensor, context: Tensor, final: Tensor | None):
+    """Take tokens whose captured states hold inf or NaN out of supervision and zero their states.
+
+    Returns (loss_mask, context, final, count of such tokens). The healthy path costs one reduction: a sum is finite
+    when every entry is.
+    """
+    parts = [context] if final is None else [context, final]
+    with torch.no_grad():
+        if torch.isfinite(sum(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in parts)):
+            return loss_mask, context, final, torch.zeros((), device=context.device)
+        finite = torch.stack([torch.isfinite(x).all(-1) for x in parts]).all(0)               # [B, S]
+        clean = [torch.where(finite[..., None], x, 0) for x in parts]
+    return loss_mask * finite, clean[0], clean[1] if len(clean) > 1 else None, (~finite).sum().to(torch.float32)
