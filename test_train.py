@@ -1,0 +1,429 @@
+"""Facts of the training loop: what a step is, what a checkpoint promises, and what happens when something dies.
+
+Most runs here are the tiny recipe in this very process, a world of one. Where processes must die or meet, they do.
+"""
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+import ranks
+import train
+from dspark import DSparkDraft
+from recipe import RECIPES
+
+HERE = Path(__file__).parent
+RUN = """
+import dataclasses, json, sys
+sys.path.insert(0, sys.argv[1])
+import train
+from recipe import Recipe
+values = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(sys.argv[2]).items()}
+train.train(Recipe(**values), out=sys.argv[3])
+"""
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory):
+    """The tiny recipe on a corpus of random words: 34 samples, two micro-steps per step, 12 steps in 3 epochs."""
+    torch.set_num_threads(1)
+    corpus = tmp_path_factory.mktemp("corpus") / "chats.jsonl"
+    generator = torch.Generator().manual_seed(0)
+    with corpus.open("w") as file:
+        for i in range(34):
+            words = ["".join(map(chr, torch.randint(97, 123, (4,), generator=generator))) for _ in range(12 + i % 7)]
+            file.write(json.dumps({"id": i, "messages": [
+                {"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": " ".join(words)}]}) + "\n")
+    return dataclasses.replace(RECIPES["tiny"], corpus=str(corpus), corpus_size=0, epochs=3)
+
+
+@pytest.fixture(scope="session")
+def finished(recipe, tmp_path_factory):
+    """Folder of a run that nothing interrupted."""
+    return train.train(dataclasses.replace(recipe, keep_checkpoints=9), tmp_path_factory.mktemp("finished"))
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in lines(out)]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def at_step(finished: Path, tmp_path: Path, step: int) -> Path:
+    """The finished run as it stood after `step`: what an interrupted one looks like."""
+    out = shutil.copytree(finished, tmp_path / "out", symlinks=True)
+    for other in checkpoint.steps_in(out):
+        if other > step:
+            shutil.rmtree(out / f"step_{other}")
+    return out
+
+
+def start(recipe, out: Path, processes: int = 0, script: str = RUN, **options) -> subprocess.Popen:
+    """Run in a process group of its own: python when processes is 0, else torchrun."""
+    path = out.parent / f"{out.name}.py"
+    path.write_text(script)
+    python = [sys.executable] if not processes else [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return subprocess.Popen([*python, str(path), str(HERE), json.dumps(dataclasses.asdict(recipe)), str(out)],
+                            env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+
+
+def wait_for_step(process: subprocess.Popen, out: Path, step: int) -> None:
+    deadline = time.time() + 60
+    while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < step:
+        assert process.poll() is None and time.time() < deadline, process.communicate()[0]
+        time.sleep(0.005)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Schedule, order, plan
+
+
+def test_learning_rate_is_the_reference_without_its_recurrence():
+    for case in json.loads((HERE / "testdata" / "golden" / "lr_schedule.json").read_text()):
+        total, warmup = case["total_steps"], int(case["warmup_ratio"] * case["total_steps"])
+        recipe = dataclasses.replace(RECIPES["tiny"], lr=case["lr"], warmup_ratio=case["warmup_ratio"])
+        for step, reference in enumerate(case["lr_used_at_step"]):
+            if step >= warmup:                   # the reference's cosine starts from a rate that it damped once
+                reference *= (1 + torch.cos(torch.tensor(torch.pi / (total - warmup), dtype=torch.float64)).item()) / 2
+            assert train.lr_at(step, recipe, total) == pytest.approx(reference, rel=1e-12, abs=1e-18)
+        halved = dataclasses.replace(recipe, lr_scale=0.5)
+        assert train.lr_at(total // 2, halved, total) == train.lr_at(total // 2, recipe, total) / 2
+
+
+def test_an_epoch_reads_every_sample_once_and_seeds_differ():
+    order = train.epoch_order(42, 3, 100)
+    assert sorted(order) == list(range(100)) and order == train.epoch_order(42, 3, 100) != train.epoch_order(42, 4, 100)
+    seeds = {train.sample_seed(seed, epoch, i) for seed in (1, 2) for epoch in range(3) for i in range(50)}
+    assert len(seeds) == 300 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("world, tp", [(1, 1), (2, 1), (4, 1), (8, 1), (4, 4), (16, 4), (8, 2), (6, 3)])
+def test_the_ranks_shares_tile_the_micro_step(world, tp):
+    recipe = dataclasses.replace(RECIPES["tiny"], global_batch=48, micro_batch=4)
+    plan = train.make_plan(recipe, 100, world, tp)
+    samples = list(range(plan.micro))
+    trained = [i for rank in range(world) for held, own in [plan.part(rank, samples)] for i in held[own]]
+    assert plan.micro * plan.accumulation == 48 and plan.steps_per_epoch == 2
+    if plan.scatter:
+        assert trained == samples
+    else:                                        # 4 samples do not split over 3 ranks: each trains on all of them
+        assert tp == 3 and sorted(trained) == sorted(samples * 3)
+
+
+@pytest.mark.parametrize("change, world, numbers", [
+    ({"global_batch": 10}, 1, ("10", "4")), ({}, 3, ("4", "3")), ({"global_batch": 512}, 1, ("34", "512")),
+    ({"global_batch": 12, "micro_batch": 1}, 5, ("12", "5"))])
+def test_a_remainder_is_refused_with_its_numbers(change, world, numbers):
+    with pytest.raises(SystemExit) as refusal:
+        train.make_plan(dataclasses.replace(RECIPES["tiny"], **change), 34, world)
+    assert all(number in str(refusal.value) for number in numbers)
+
+
+def test_canonical_batches_come_out_of_the_plan():
+    qwen = train.make_plan(RECIPES["qwen3-8b"], 100_000, 8)
+    glm = train.make_plan(RECIPES["glm-5.2"], 100_000, 16, tp=4)
+    assert (qwen.micro, qwen.accumulation) == (8, 64) and (glm.micro, glm.accumulation, glm.scatter) == (16, 32, True)
+
+
+def test_newton_schulz_keeps_directions_and_evens_out_sizes():
+    torch.manual_seed(0)
+    for shape in ((48, 48), (32, 96), (96, 32)):
+        u, s, v = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+        x = train.orthogonalise(u @ torch.diag(s) @ v)
+        inner = u.T @ x @ v.T                    # diagonal when the singular vectors are the same
+        assert (torch.linalg.svdvals(x)[:-2] > 0.6).all() and torch.linalg.svdvals(x).max() < 1.3
+        assert (inner - inner.diag().diag()).abs().max() < 1e-3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run
+
+
+def test_a_run_leaves_what_the_design_names(recipe, finished):
+    assert [line["step"] for line in lines(finished)] == list(range(1, 13))
+    assert checkpoint.steps_in(finished) == [0, 4, 8, 12] and os.readlink(finished / "latest") == "step_12"
+    assert {p.name for p in (finished / "latest").iterdir()} == {
+        "model.safetensors", "config.json", "recipe.json", "trainer.json", "state"}
+    names = set(weights(finished / "latest"))
+    assert "fc.weight" in names and not {"embed_tokens.weight", "lm_head.weight"} & names
+    wanted = {"step", "epoch", "loss", "ce_loss", "l1_loss", "confidence_loss", "lr", "grad_norm", "tau_probabilistic",
+              "accept_rate@0", "accept_rate@3", "samples_per_s", "tokens_per_s", "share_capture", "share_backward"}
+    assert all(wanted <= line.keys() for line in lines(finished))
+    parts = [0.1 * x["ce_loss"] + 0.9 * x["l1_loss"] + x["confidence_loss"] for x in lines(finished)]
+    assert losses(finished) == pytest.approx(parts, rel=1e-5) and losses(finished)[-1] < losses(finished)[0]
+    assert (finished / "heartbeat" / "rank_0").read_text().split()[3] == "12"
+    before = (finished / "metrics.jsonl").read_text()
+    train.train(dataclasses.replace(recipe, keep_checkpoints=9), finished)                      # nothing is left to do
+    assert (finished / "metrics.jsonl").read_text() == before
+
+
+def test_a_drain_stands_before_every_forward_and_every_backward(recipe, tmp_path, monkeypatch):
+    events = []
+
+    class Recorder:
+        def __init__(self, target):
+            self.target = target
+
+        def __getattr__(self, name):
+            if name in ("capture", "drain"):
+                events.append(name)
+            return getattr(self.target, name)
+
+    load, forward, backward = train.load_target, DSparkDraft.forward, torch.Tensor.backward
+    monkeypatch.setattr(train, "load_target", lambda *a: Recorder(load(*a)))
+    monkeypatch.setattr(DSparkDraft, "forward", lambda *a, **k: (events.append("forward"), forward(*a, **k))[1])
+    monkeypatch.setattr(torch.Tensor, "backward", lambda *a, **k: (events.append("backward"), backward(*a, **k))[1])
+    train.train(dataclasses.replace(recipe, max_steps=2), tmp_path / "out")
+    assert events == ["capture", "drain", "forward", "drain", "backward"] * 4  # 2 steps of 2 micro-steps
+
+
+def test_captures_from_disk_change_nothing(recipe, tmp_path, monkeypatch, finished):
+    monkeypatch.chdir(tmp_path)
+    cached = dataclasses.replace(recipe, cache_captures=True)
+    calls = []
+    sample = train.CaptureCache.sample
+    monkeypatch.setattr(train.CaptureCache, "sample", lambda self, *a: (calls.append(a[0]), sample(self, *a))[1])
+    tokens = train.load_tokens(cached)
+    out = train.train(cached, tmp_path / "out")
+    files = list((tmp_path / "data" / "captures").glob("*/*.safetensors"))
+    assert same(weights(out / "latest"), weights(finished / "latest")) and len(files) == len(set(calls)) <= len(tokens)
+    files[0].write_bytes(files[0].read_bytes()[:100])                                           # a power failure
+    again = train.train(cached, tmp_path / "again")
+    assert same(weights(again / "latest"), weights(finished / "latest"))
+
+
+def test_a_non_finite_step_is_skipped_and_named(recipe, tmp_path, monkeypatch, capsys):
+    forward, calls = DSparkDraft.forward, []
+
+    def poisoned(self, *args, **kwargs):
+        calls.append(1)
+        loss, metrics = forward(self, *args, **kwargs)
+        return (loss * float("nan") if len(calls) == 3 else loss), metrics  # step 2, first micro-step
+
+    monkeypatch.setattr(DSparkDraft, "forward", poisoned)
+    out = train.train(dataclasses.replace(recipe, max_steps=3, save_every=1, keep_checkpoints=9), tmp_path / "out")
+    assert same(weights(out / "step_1"), weights(out / "step_2"))
+    assert not same(weights(out / "step_2"), weights(out / "step_3"))
+    assert json.loads((out / "step_3" / "trainer.json").read_text())["skipped_steps"] == 1
+    message = capsys.readouterr().err
+    assert "skipping step 2" in message and "fc.weight" in message and "samples [" in message
+
+
+def test_a_failing_evaluation_does_not_stop_training(recipe, tmp_path, monkeypatch, capsys, finished):
+    def broken(*args, **kwargs):
+        torch.rand(3)                            # the training's random state must survive this
+        raise RuntimeError("no such task file")
+
+    monkeypatch.setattr(train.eval_deepspec, "evaluate", broken, raising=False)
+    out = train.train(dataclasses.replace(recipe, evals_per_epoch=2, eval_tasks=("none",)), tmp_path / "out")
+    assert capsys.readouterr().err.count("no such task file") >= 6
+    assert same(weights(out / "latest"), weights(finished / "latest"))
+
+
+def test_the_best_checkpoints_are_kept(recipe, tmp_path, monkeypatch):
+    scores = iter([1.1, 1.5, 1.2, 1.3, 1.4, 1.45])
+    monkeypatch.setattr(train.eval_deepspec, "evaluate", lambda *a, **k: {"task": {"accept_len": next(scores)}},
+                        raising=False)
+    out = train.train(dataclasses.replace(recipe, evals_per_epoch=2, keep_checkpoints=1), tmp_path / "out")
+    assert checkpoint.steps_in(out) == [0, 2, 4, 12]         # best so far, best, newest
+    assert [json.loads(line)["step"] for line in (out / "evals.jsonl").read_text().splitlines()] == [2, 4, 6, 8, 10, 12]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Resume
+
+
+def test_killed_and_stopped_runs_end_as_if_nothing_had_happened(recipe, tmp_path, finished):
+    """SIGKILL in one step, SIGTERM in a later one, then to the end: weights and every metric bit for bit."""
+    out = tmp_path / "out"
+    process = start(recipe, out)
+    wait_for_step(process, out, 5)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert checkpoint.steps_in(out)[-1] in (4, 8)
+    process = start(recipe, out)
+    wait_for_step(process, out, 9)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and "stopped by SIGTERM" in output, output
+    assert checkpoint.steps_in(out)[-1] == lines(out)[-1]["step"] < 12 and not list(out.glob(".step*"))
+    train.train(recipe, out)
+    assert same(weights(out / "latest"), weights(finished / "latest"))
+    results, expected = ([{key: value for key, value in line.items() if not key.startswith("share_")
+                           and not key.endswith("_per_s")} for line in lines(folder)] for folder in (out, finished))
+    assert results == expected
+
+
+def test_two_processes_give_the_curve_of_one_and_one_resumes_two(recipe, tmp_path, finished):
+    out = tmp_path / "out"
+    process = start(dataclasses.replace(recipe, keep_checkpoints=9), out, processes=2)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert losses(out) == pytest.approx(losses(finished), rel=1e-5)
+    both = losses(out)
+    for step in (8, 12):
+        shutil.rmtree(out / f"step_{step}")
+    train.train(dataclasses.replace(recipe, keep_checkpoints=9), out)                           # from step 4, alone
+    assert losses(out)[:4] == both[:4] and losses(out)[4:] == pytest.approx(both[4:], rel=1e-5)
+
+
+def test_a_truncated_newest_checkpoint_is_skipped_by_name(recipe, tmp_path, finished, capsys):
+    out = at_step(finished, tmp_path, 12)
+    shard = next((out / "step_12" / "state").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    file = out / "step_8" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    train.train(recipe, out)
+    message = capsys.readouterr().err
+    assert "step_12" in message and shard.name in message and "step_8" in message and "resumed at step 4" in message
+    assert same(weights(out / "step_12"), weights(finished / "step_12"))
+
+
+def test_when_no_checkpoint_is_whole_nothing_starts(recipe, tmp_path, finished):
+    out = at_step(finished, tmp_path, 4)
+    for step in (0, 4):
+        (out / f"step_{step}" / "trainer.json").write_text("{")
+    with pytest.raises(SystemExit, match="none is whole"):
+        train.train(recipe, out)
+
+
+@pytest.mark.parametrize("mutate, named", [
+    (lambda t: t.pop("fc.weight"), "missing fc.weight"),
+    (lambda t: t.update({"fc.weight": t["fc.weight"][:-1].clone()}), "fc.weight is"),
+    (lambda t: t.update({"stranger.weight": torch.zeros(2)}), "unknown stranger.weight")])
+def test_a_checkpoint_of_another_draft_is_refused_by_name(recipe, tmp_path, finished, mutate, named):
+    out = at_step(finished, tmp_path, 4)
+    tensors = weights(out / "step_4")
+    mutate(tensors)
+    save_file(tensors, out / "step_4" / "model.safetensors")
+    with pytest.raises(ValueError, match=named):
+        train.train(recipe, out)
+
+
+def test_prefixed_keys_load_and_lost_moments_rewarm(recipe, tmp_path, finished, capsys):
+    out = at_step(finished, tmp_path, 8)
+    shutil.rmtree(out / "step_8" / "state")
+    tensors = {f"module._orig_mod.{name}": tensor for name, tensor in weights(out / "step_8").items()}
+    save_file(tensors, out / "step_8" / "model.safetensors")
+    slow = dataclasses.replace(recipe, rewarm_steps=3)
+    train.train(slow, out)
+    assert "re-warming" in capsys.readouterr().err
+    factors = [line["lr"] / train.lr_at(line["step"] - 1, slow, 12) for line in lines(out)[8:]]
+    assert factors == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert losses(out)[8] == pytest.approx(losses(finished)[8], rel=1e-6)                       # the same draft
+
+
+def test_another_corpus_is_refused_and_a_changed_recipe_is_told(recipe, tmp_path, finished, capsys):
+    out = at_step(finished, tmp_path, 8)
+    file = out / "step_8" / "trainer.json"
+    trainer = json.loads(file.read_text())
+    file.write_text(json.dumps(trainer | {"data_key": "another"}))
+    with pytest.raises(SystemExit, match="another corpus"):
+        train.train(recipe, out)
+    file.write_text(json.dumps(trainer))
+    train.train(dataclasses.replace(recipe, lr_scale=0.5), out)
+    assert "lr_scale 1.0 -> 0.5" in capsys.readouterr().err
+    assert lines(out)[8]["lr"] == lines(finished)[8]["lr"] / 2
+
+
+def test_a_full_disk_leaves_the_checkpoints_before_it(recipe, tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    save = checkpoint.save_file
+    monkeypatch.setattr(checkpoint, "save_file", lambda tensors, path, **options: (
+        full(path) if "step_8" in str(path) else save(tensors, path, **options)))
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit, match="No space left on device.*make room"):
+        train.train(recipe, out)
+    assert checkpoint.steps_in(out) == [0, 4] and os.readlink(out / "latest") == "step_4"
+    assert not list(out.glob(".step*")) and not checkpoint.damage(out / "latest")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+TWO_RANKS = """
+import dataclasses, json, shutil, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+import torch.distributed as dist
+import checkpoint, ranks, train
+from recipe import Recipe
+recipe = Recipe(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(sys.argv[2]).items()})
+out, world = Path(sys.argv[3]), ranks.start_world()
+
+def refused(**facts):
+    try:
+        ranks.agree(**facts)
+    except SystemExit as refusal:
+        return str(refusal)
+
+assert "rank 1 has b" in refused(recipe="ab"[world.rank]) and refused(recipe="a") is None
+assert "rank 1 has 9" in refused(corpus="x", samples=[8, 9][world.rank])
+
+# A disk for each rank: the newest step that both have; nothing in common: a fresh start.
+mine = out / f"disk_{world.rank}"
+for step in (0, 4, 8):
+    if step < 8 or world.rank == 0:
+        shutil.copytree(out / f"step_{step}", mine / f"step_{step}")
+assert checkpoint.choose_checkpoint(mine) == 4
+apart = out / f"apart_{world.rank}"
+shutil.copytree(out / f"step_{[0, 4][world.rank]}", apart / f"step_{[0, 4][world.rank]}")
+assert checkpoint.choose_checkpoint(apart) is None
+
+# Gradients when rank 1 has nothing to learn from: those of rank 0's sample alone.
+target, tokens, grads = train.load_target(recipe, world.device), train.load_tokens(recipe), []
+for nothing in (False, True):
+    draft = train.make_draft(recipe, target, None)
+    train.shard(draft, world, torch.float32)
+    input_ids, mask = (torch.as_tensor(x).long()[None] for x in tokens[0])
+    if nothing and world.rank == 1:
+        input_ids, mask = input_ids[:, :9], torch.zeros_like(mask[:, :9])
+    captured = target.capture(input_ids, torch.ones_like(input_ids))
+    loss, _ = draft(input_ids, captured.context, mask, captured.final, seeds=[7], lengths=[input_ids.shape[1]])
+    loss.backward()
+    grads.append([ranks.whole(p.grad) for p in draft.parameters()])
+for both, alone in zip(*grads):
+    assert (both - alone).abs().max() <= 1e-5 * both.abs().max(), (both - alone).abs().max()
+print(f"rank {world.rank} is done", flush=True)
+dist.barrier()
+"""
+
+
+def test_two_ranks_compare_notes(recipe, tmp_path, finished):
+    out = shutil.copytree(finished, tmp_path / "out", symlinks=True)
+    process = start(recipe, out, processes=2, script=TWO_RANKS)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and "rank 0 is done" in output and "rank 1 is done" in output, output
+
+
+def test_every_group_gets_45_minutes(recipe, finished):
+    from torch.distributed.distributed_c10d import _world
+    assert ranks.GROUP_TIMEOUT.total_seconds() == 45 * 60
+    for group in _world.pg_map:
+        assert group._get_backend(torch.device("cpu")).options._timeout == ranks.GROUP_TIMEOUT
