@@ -99,7 +99,8 @@ class DSparkConfig:
             raw[key] = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
         if not raw.get("use_sliding_window", raw.get("sliding_window") is not None):
             raw["sliding_window"] = None
-        raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
+        if not raw.get("head_dim") and raw.get("hidden_size") and raw.get("num_attention_heads"):
+            raw["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
         names = {f.name for f in dataclasses.fields(cls)}
         required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
         if missing := sorted(k for k in required if raw.get(k) in (None, ())):
@@ -546,6 +547,12 @@ class DSparkDraft(nn.Module):
         """
         if final is None and (self.l1_weight or (self.confidence_head and self.confidence_weight)):
             raise ValueError("the target's final state is needed unless l1_weight and the confidence loss are 0")
+        shape, H = tuple(input_ids.shape), self.config.hidden_size
+        for name, x, want in (("loss_mask", loss_mask, shape), ("final", final, (*shape, H)),
+                              ("context", context, (*shape, self.fc.in_features))):
+            if x is not None and tuple(x.shape) != want:
+                raise ValueError(f"{name} is {tuple(x.shape)}, this draft expects {want} for input_ids {shape}: "
+                                 f"layers {list(self.config.target_layer_ids)} of a target of hidden size {H}")
         loss_mask, context, final, dropped = drop_nonfinite(loss_mask, context, final)
         if seeds is None:
             anchors, keep = sample_anchors(loss_mask, self.config.num_anchors)

@@ -98,15 +98,19 @@ def speculative_decode(target, draft, input_ids: Tensor, *, max_new_tokens: int,
                        stop_token_ids: list[int] | None, confidence_threshold: float = 0.0, on_step=None) -> Trace:
     """Decode one prompt speculatively and count. input_ids [1, S]; stop_token_ids None: nothing stops but the length.
 
-    Raises ValueError for a draft that does not fit the target, an empty prompt or a negative temperature. Protocol:
-    DeepSpec's evaluation; DESIGN of each step in the functions above. on_step(trace) is called after each proposal.
+    Raises ValueError, before any compute, for a draft that does not fit the target, an empty prompt, ids outside the
+    vocabulary or a negative temperature. Protocol: DeepSpec's evaluation; each step is described in the functions
+    above. on_step(trace) is called after each proposal.
     """
     check_pair(target, draft)
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids must be [1, S] with S >= 1, got {tuple(input_ids.shape)}: "
                          "the prompt is empty or batched")
-    if temperature < 0:
-        raise ValueError(f"temperature {temperature} is negative; use 0 for greedy decoding")
+    if not 0 <= int(input_ids.min()) <= int(input_ids.max()) < target.vocab_size:
+        raise ValueError(f"the prompt holds ids from {int(input_ids.min())} to {int(input_ids.max())}, the vocabulary "
+                         f"has {target.vocab_size}: it was encoded by another tokenizer")
+    if not 0 <= temperature < float("inf"):      # also refuses NaN
+        raise ValueError(f"temperature must be at least 0 (greedy decoding) and finite, got {temperature}")
     if confidence_threshold > 0 and draft.confidence_head is None:
         raise ValueError("a confidence threshold needs a draft with a confidence head; this one has none")
     stops, trace = set(stop_token_ids or ()), Trace()
@@ -148,7 +152,7 @@ def check_pair(target, draft) -> None:
     c = draft.config
     for name, want, have in (("vocabulary", c.vocab_size, target.vocab_size),
                              ("hidden size", c.hidden_size, target.hidden_size),
-                             ("layer ids", c.target_layer_ids, target.layer_ids)):
+                             ("layer ids", tuple(c.target_layer_ids), tuple(target.layer_ids))):
         if want != have:
             raise ValueError(f"draft and target do not fit: the draft's {name} is {want}, the target's {have}")
     if not draft.attached:
