@@ -139,7 +139,8 @@ TINY = Recipe(
     hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=128,
     vocab_size=320, mask_token_id=300, stop_token_ids=(257,), rope_theta=10_000.0, max_position_embeddings=2048,
     block_size=4, num_draft_layers=2, markov_rank=16, num_anchors=16, min_supervised=8,
-    lr=2e-3, global_batch=8, micro_batch=4, epochs=2, max_length=256, save_every=4, evals_per_epoch=0,
+    lr=2e-3, global_batch=8, micro_batch=4, epochs=2, save_every=4, evals_per_epoch=0,
+    max_length=704,                              # its tokens are bytes: a prompt has 300 to 600 of them
     eval_tasks=("gsm_symbolic",), eval_limit=4, eval_max_new_tokens=32,
     corpus="own:gsm_symbolic", corpus_size=32, corpus_max_new_tokens=48,
 )
@@ -150,7 +151,8 @@ SMOLLM2_DEMO = Recipe(
     name="smollm2-demo", target="HuggingFaceTB/SmolLM2-135M-Instruct",
     num_target_layers=30, target_layer_ids=spread_layers(30, 5),
     hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64, intermediate_size=1536,
-    vocab_size=49_152, mask_token_id=18, stop_token_ids=(2,), rope_theta=100_000.0, rms_norm_eps=1e-5,
+    vocab_size=49_152, stop_token_ids=(2,), rope_theta=100_000.0, rms_norm_eps=1e-5,
+    mask_token_id=4,                             # <reponame>, a leftover; targets.py: no text yields it
     max_position_embeddings=8192,
     num_draft_layers=2,                          # 5 in the canonical recipe: each costs 4 M parameters per forward
     markov_rank=64,                              # 256: rank 64 keeps 83% of the bigrams' acceptance at a quarter of its cos
