@@ -131,6 +131,20 @@ def prune(out: Path, keep: int) -> None:
         shutil.rmtree((out / f"step_{step}").rename(out / f".step_{step}.partial"))
 
 
+def set_aside(out: Path, after: int) -> None:
+    """Rename checkpoints past step `after`, where a run resumes, to aside_step_<n> (collective).
+
+    Were they left in place, the next resume could jump to them, and pruning would take them for the newest.
+    """
+    for turn in (True, False):                                       # rank 0 first; others may have disks of their own
+        for step in steps_in(out) if (dist.get_rank() == 0) is turn else ():
+            if step > after:
+                shutil.rmtree(out / f"aside_step_{step}", ignore_errors=True)
+                (out / f"step_{step}").rename(out / f"aside_step_{step}")
+                say(f"{out / f'step_{step}'} is now aside_step_{step}; delete it when you do not need it")
+        dist.barrier()
+
+
 def damage(folder: Path) -> str:
     """What is wrong with a checkpoint folder, in words; empty when it is whole.
 
@@ -183,13 +197,13 @@ def load_state(folder: Path, draft, optimizers) -> bool:
     return True
 
 
-def load_counters(folder: Path, recipe: Recipe, data_key: str) -> dict:
+def load_counters(folder: Path, recipe: Recipe, corpus: dict) -> dict:
     """trainer.json. A changed recipe is reported, another corpus refused (SystemExit): its order is another."""
     trainer = json.loads((folder / "trainer.json").read_text())
     before, now = asdict(load_recipe(folder / "recipe.json")), asdict(recipe)
     if changed := [f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key]]:
         say(f"the recipe has changed since {folder.name}: {', '.join(changed)}")
-    if trainer["data_key"] != data_key:
-        raise SystemExit(f"{folder} was trained on another corpus (key {trainer['data_key']}, now "
-                         f"{data_key}); bring that one back, or move {folder.parent} away to start anew")
+    if was := {key: trainer[key] for key in corpus if trainer[key] != corpus[key]}:
+        raise SystemExit(f"{folder} was trained on another corpus ({was}, now {corpus}); bring that one back, or "
+                         f"move {folder.parent} away to start anew")
     return trainer

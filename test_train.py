@@ -22,7 +22,7 @@ import train
 from dspark import DSparkDraft
 from recipe import RECIPES
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 RUN = """
 import dataclasses, json, sys
 sys.path.insert(0, sys.argv[1])
@@ -33,7 +33,16 @@ train.train(Recipe(**values), out=sys.argv[3])
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module", autouse=True)
+def elsewhere(tmp_path_factory):
+    """A working directory to be littered: data/ and out/ are relative to it."""
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+    yield
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """The tiny recipe on a corpus of random words: 34 samples, two micro-steps per step, 12 steps in 3 epochs."""
     torch.set_num_threads(1)
@@ -47,7 +56,7 @@ def recipe(tmp_path_factory):
     return dataclasses.replace(RECIPES["tiny"], corpus=str(corpus), corpus_size=0, epochs=3)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def finished(recipe, tmp_path_factory):
     """Folder of a run that nothing interrupted."""
     return train.train(dataclasses.replace(recipe, keep_checkpoints=9), tmp_path_factory.mktemp("finished"))
@@ -200,14 +209,14 @@ def test_a_drain_stands_before_every_forward_and_every_backward(recipe, tmp_path
 
 
 def test_captures_from_disk_change_nothing(recipe, tmp_path, monkeypatch, finished):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "DATA", tmp_path)
     cached = dataclasses.replace(recipe, cache_captures=True)
     calls = []
     sample = train.CaptureCache.sample
     monkeypatch.setattr(train.CaptureCache, "sample", lambda self, *a: (calls.append(a[0]), sample(self, *a))[1])
     tokens = train.load_tokens(cached)
     out = train.train(cached, tmp_path / "out")
-    files = list((tmp_path / "data" / "captures").glob("*/*.safetensors"))
+    files = list((tmp_path / "captures").glob("*/*.safetensors"))
     assert same(weights(out / "latest"), weights(finished / "latest")) and len(files) == len(set(calls)) <= len(tokens)
     files[0].write_bytes(files[0].read_bytes()[:100])                                           # a power failure
     again = train.train(cached, tmp_path / "again")
@@ -298,7 +307,7 @@ def test_a_truncated_newest_checkpoint_is_skipped_by_name(recipe, tmp_path, fini
     train.train(recipe, out)
     message = capsys.readouterr().err
     assert "step_12" in message and shard.name in message and "step_8" in message and "resumed at step 4" in message
-    assert same(weights(out / "step_12"), weights(finished / "step_12"))
+    assert same(weights(out / "step_12"), weights(finished / "step_12")) and (out / "aside_step_12").exists()
 
 
 def test_when_no_checkpoint_is_whole_nothing_starts(recipe, tmp_path, finished):
@@ -339,7 +348,7 @@ def test_another_corpus_is_refused_and_a_changed_recipe_is_told(recipe, tmp_path
     out = at_step(finished, tmp_path, 8)
     file = out / "step_8" / "trainer.json"
     trainer = json.loads(file.read_text())
-    file.write_text(json.dumps(trainer | {"data_key": "another"}))
+    file.write_text(json.dumps(trainer | {"corpus": "another"}))
     with pytest.raises(SystemExit, match="another corpus"):
         train.train(recipe, out)
     file.write_text(json.dumps(trainer))
@@ -399,7 +408,7 @@ assert checkpoint.choose_checkpoint(apart) is None
 # Gradients when rank 1 has nothing to learn from: those of rank 0's sample alone.
 target, tokens, grads = train.load_target(recipe, world.device), train.load_tokens(recipe), []
 for nothing in (False, True):
-    draft = train.make_draft(recipe, target, None)
+    draft = train.make_draft(recipe, target, tokens, None, None)
     train.shard(draft, world, torch.float32)
     input_ids, mask = (torch.as_tensor(x).long()[None] for x in tokens[0])
     if nothing and world.rank == 1:

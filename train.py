@@ -31,13 +31,14 @@ from tqdm import tqdm
 
 import eval_deepspec
 from capture import Captured, bigram_markov_init, load_target
-from checkpoint import choose_checkpoint, full_tensors, load_counters, load_state, prune, save_checkpoint
-from data_glm import load_tokens
+from checkpoint import choose_checkpoint, full_tensors, load_counters, load_state, prune, save_checkpoint, set_aside
+from data_glm import DATA, load_tokens
 from dspark import DSparkConfig, DSparkDraft, load_draft_tensors
 from ranks import StopRequest, World, agree, first_here_then_others, gather, say, signals_restored, start_world, whole
 from recipe import Recipe, get_recipe, recipe_hash
 from targets import target_path
 
+BIGRAM_SAMPLES = 1024                            # of the corpus, for the Markov head's start
 SUMMED_METRICS = ("nonfinite_tokens", "blocks")  # counts; every other metric is a mean over the micro-steps
 
 
@@ -223,20 +224,28 @@ class CaptureCache:
 
 def open_capture_cache(recipe: Recipe, target, tokens) -> CaptureCache | None:
     """The cache of this target, these layers and this corpus; None, and a line saying so, when the disk has no room."""
-    digest = hashlib.sha256(f"{tokens.key} {recipe.target_layer_ids} {target.dtype}".encode())
+    digest = hashlib.sha256(f"{tokens.key} {recipe.min_supervised} {recipe.target_layer_ids} {target.dtype}".encode())
     for path in sorted(target_path(recipe).rglob("*.safetensors")):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-    folder = Path("data") / "captures" / digest.hexdigest()[:16]
+    folder = DATA / "captures" / digest.hexdigest()[:16]
     need = sum(len(tokens[i][0]) for i in range(len(tokens)))
     need *= (len(recipe.target_layer_ids) + 1) * recipe.hidden_size * 4
     have = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    Path("data").mkdir(exist_ok=True)
-    free = shutil.disk_usage("data").free
+    DATA.mkdir(exist_ok=True)
+    free = shutil.disk_usage(DATA).free
     fits = all(gather(need - have < 0.9 * free))
     say(f"captured states: {need / 1e6:.0f} MB in {folder}, of which {have / 1e6:.0f} are there "
         f"({free / 1e6:.0f} free)" + ("" if fits else ": too little room, so every epoch captures anew"))
     return CaptureCache(target, folder) if fits else None
+
+
+def capture_batch(target, cache: CaptureCache | None, indices: list[int], input_ids, lengths) -> Captured:
+    """Captured states of samples `indices`, ids [B, S] up to lengths [B]; from disk where there is a cache."""
+    if cache is not None:
+        return cache.capture(indices, input_ids, lengths)
+    attention_mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
+    return target.capture(input_ids, attention_mask.to(input_ids.device))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -319,7 +328,7 @@ def culprits(draft: torch.nn.Module, metrics: dict, samples: list[int]) -> str:
 # The loop and what it calls
 
 
-def make_draft(recipe: Recipe, target, folder: Path | None) -> DSparkDraft:
+def make_draft(recipe: Recipe, target, tokens, cache: CaptureCache | None, folder: Path | None) -> DSparkDraft:
     """The draft of a checkpoint folder, loaded strictly, or a fresh one when folder is None; equal on every rank."""
     torch.manual_seed(recipe.seed)
     draft = DSparkDraft(DSparkConfig.from_recipe(recipe)).configure_objective(recipe)
@@ -328,8 +337,12 @@ def make_draft(recipe: Recipe, target, folder: Path | None) -> DSparkDraft:
         tensors = load_draft_tensors(folder)
         draft.load_tensors({name: tensor.float() for name, tensor in tensors.items()}, where=str(folder))
     elif recipe.markov_init == "bigram" and dist.get_rank() == 0:
-        say("starting the Markov head from the target's bigrams")
-        w1, w2 = bigram_markov_init(target, recipe.markov_rank)                                 # [V, r] each
+        def samples():                           # (input_ids [S], final [S, H])
+            for i in tqdm(range(min(len(tokens), BIGRAM_SAMPLES)), desc="bigrams of the target", unit="sample"):
+                input_ids, _, lengths = read_batch(tokens, [i], target.device)
+                yield input_ids[0], capture_batch(target, cache, [i], input_ids, lengths).final[0]
+
+        w1, w2 = bigram_markov_init(target.lm_head, samples(), recipe.markov_rank)              # [V, r] each
         with torch.no_grad():
             draft.markov_head.markov_w1.weight.copy_(w1)
             draft.markov_head.markov_w2.weight.copy_(w2)
@@ -404,6 +417,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
     agree(corpus=tokens.key, samples=len(tokens))
     plan = make_plan(recipe, len(tokens), world.size, tp=world.local_size if recipe.engine == "sglang" else 1)
     resumed = choose_checkpoint(out)
+    set_aside(out, after=-1 if resumed is None else resumed)
     start, folder = resumed or 0, None if resumed is None else out / f"step_{resumed}"
     if start >= plan.total_steps:
         say(f"{recipe.name}: all {plan.total_steps} steps are done, see {folder}")
@@ -412,16 +426,17 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
     # Target, draft, optimizers; where the run stands.
     target = first_here_then_others(world, lambda: load_target(recipe, world.device))
     cache = open_capture_cache(recipe, target, tokens) if recipe.cache_captures and plan.tp == 1 else None
-    draft = make_draft(recipe, target, folder)
+    draft = make_draft(recipe, target, tokens, cache, folder)
     shard(draft, world, dtype)
     optimizers = make_optimizers(draft, recipe)
     stop, clock = StopRequest(), Clock()
-    counters = {"recipe_hash": recipe_hash(recipe), "data_key": tokens.key, "samples": len(tokens),
-                "world_size": world.size, "rewarm_since": None, "skipped_steps": 0, "tokens": 0}
+    corpus = {"corpus": tokens.key, "samples": len(tokens)}
+    counters = {"recipe_hash": recipe_hash(recipe), **corpus, "world_size": world.size, "rewarm_since": None,
+                "skipped_steps": 0, "tokens": 0}
     if folder is None:
         save_checkpoint(out, 0, draft, optimizers, recipe, counters, dtype)                     # the untrained baseline
     else:
-        before = load_counters(folder, recipe, tokens.key)
+        before = load_counters(folder, recipe, corpus)
         counters |= {key: before[key] for key in ("rewarm_since", "skipped_steps", "tokens")}
         if not load_state(folder, draft, optimizers):
             say(f"{folder} has no optimizer state: re-warming the learning rate over {recipe.rewarm_steps} steps")
@@ -448,11 +463,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
                 held, own = plan.part(world.rank, batch[i * plan.micro:(i + 1) * plan.micro])
                 input_ids, loss_mask, lengths = read_batch(tokens, held, world.device)
             with clock("capture"):
-                if cache is not None:
-                    captured = cache.capture(held, input_ids, lengths)
-                else:
-                    attention_mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
-                    captured = target.capture(input_ids, attention_mask.to(world.device))
+                captured = capture_batch(target, cache, held, input_ids, lengths)
                 samples, lengths = held[own], lengths[own]
                 seeds, longest = [sample_seed(recipe.seed, epoch, index) for index in samples], int(lengths.max())
                 input_ids, loss_mask, context, final = (x[own, :longest].contiguous() for x in (
