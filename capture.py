@@ -31,7 +31,7 @@ def check_layer_ids(layer_ids, num_layers: int) -> tuple[int, ...]:
         raise ValueError(f"target_layer_ids {list(ids)} must be strictly increasing, without repeats, and at least -1")
     if ids[-1] >= num_layers - 1:
         raise ValueError(f"target_layer_ids {list(ids)} reach layer {ids[-1]} of a target with {num_layers} layers; "
-                         f"the largest usable id is {num_layers - 2}, because the last layer's raw output is not captured")
+                         f"the largest usable id is {num_layers - 2}: the last layer is never captured raw")
     return ids
 
 
@@ -177,3 +177,31 @@ def load_target(recipe, device="cpu", path: str | Path | None = None) -> HFTarge
         if have != want:
             raise ValueError(f"recipe {recipe.name} says {want} {name}, the target has {have}; correct recipe.py")
     return target
+
+
+@torch.no_grad()
+def bigram_markov_init(lm_head: nn.Linear, samples, rank: int) -> tuple[Tensor, Tensor]:
+    """Markov factors (w1 [V, r], w2 [V, r]) that start a draft as the target's own bigram model on its corpus.
+
+    samples: pairs (input_ids [n], final [n, H]). With f_v the mean final state behind token v and f the mean over all
+    tokens, w2 w1[v] is the best rank-r approximation, weighted by counts, of the logits lm_head (f_v - f). The metric
+    of lm_head comes from its Gram matrix, so nothing of size V x V is made; tokens that never occur get a zero row.
+    """
+    weight = lm_head.weight.double()                                                          # [V, H]
+    V, H = weight.shape
+    sums, counts = torch.zeros(V, H, dtype=torch.float64), torch.zeros(V, dtype=torch.float64)
+    for ids, final in samples:
+        sums.index_add_(0, ids.long().cpu(), final.double().cpu())
+        counts.index_add_(0, ids.long().cpu(), torch.ones(len(ids), dtype=torch.float64))
+    seen = counts > 0
+    mean = sums.sum(0) / counts.sum()
+    states = sums[seen] / counts[seen, None] - mean                                           # [v, H]
+    states *= (counts[seen] / (counts[seen] + 2))[:, None]       # rare tokens lean to the mean
+    root = torch.linalg.cholesky(weight.T @ weight + 1e-6 * torch.eye(H, dtype=torch.float64))
+    _, strength, directions = torch.linalg.svd(counts[seen, None].sqrt() * (states @ root), full_matrices=False)
+    basis = directions[:rank].T                                                               # [H, r], orthonormal
+    w1 = torch.zeros(V, rank, dtype=torch.float64)
+    w1[seen] = states @ root @ basis
+    w2 = weight @ torch.linalg.solve_triangular(root.T, basis, upper=True)                    # W root^-T basis
+    scale = (w1[seen].square().mean() / w2.square().mean()) ** 0.25                           # equal sizes: gradients share
+    return (w1 / scale).float(), (w2 * scale).float()

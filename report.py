@@ -1,0 +1,91 @@
+"""The picture of a run: `python report.py [recipe]` reads what training and evaluation left in out/<recipe>/.
+
+Writes out/<recipe>/results.json (every evaluation with its per-sample lists, and the training's last metrics) and
+out/<recipe>/report.png: loss, tau_probabilistic, accept rate by position, histogram of accept lengths.
+"""
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")                            # no screen needed
+import matplotlib.pyplot as plt  # noqa: E402
+
+from eval_deepspec import table, write_json  # noqa: E402
+from recipe import get_recipe  # noqa: E402
+
+EVALUATIONS = ("eval-untrained", "eval-t0", "eval-t1")
+
+
+def smooth(values: list[float], weight: float = 0.9) -> list[float]:
+    """Exponential moving average without the start-up bias."""
+    result, mean, norm = [], 0.0, 0.0
+    for value in values:
+        mean, norm = weight * mean + (1 - weight) * value, weight * norm + (1 - weight)
+        result.append(mean / norm)
+    return result
+
+
+def collect(out: Path) -> tuple[list[dict], dict]:
+    """(training lines, results of every evaluation present). FileNotFoundError with the mend when there is nothing."""
+    log = out / "metrics.jsonl"
+    if not log.is_file():
+        raise FileNotFoundError(f"{log} is not there; train first: bash run.sh train {out.name}")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    files = {name: out / name / "results.json" for name in EVALUATIONS}
+    found = {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
+    if not lines or not found:
+        raise FileNotFoundError(f"{out} has {len(lines)} training lines and {len(found)} evaluations; "
+                                f"run: bash run.sh train {out.name}, then bash run.sh eval {out.name}")
+    return lines, found
+
+
+def draw(lines: list[dict], found: dict, title: str, path: Path) -> None:
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7))
+    steps = [line["step"] for line in lines]
+    for axis, key, color in ((axes[0, 0], "loss", "tab:blue"), (axes[0, 1], "tau_probabilistic", "tab:green")):
+        values = [line[key] for line in lines]
+        axis.plot(steps, values, color=color, alpha=0.25)
+        axis.plot(steps, smooth(values), color=color)
+        axis.set(xlabel="optimizer step", title=key)
+    for name, result in found.items():
+        overall, label = result["metrics"]["overall"], name.removeprefix("eval-")
+        axes[1, 0].plot(range(len(overall["accept_rate"])), overall["accept_rate"], marker="o", label=label)
+        if name != "eval-untrained":
+            lengths = [n for part in result["samples"].values() for s in part for n in s["acceptance_lengths"]]
+            most = len(overall["accept_rate"]) + 1
+            share = [lengths.count(n) / max(len(lengths), 1) for n in range(1, most + 1)]
+            offset = 0.2 if name == "eval-t1" else -0.2
+            axes[1, 1].bar([n + offset for n in range(1, most + 1)], share, 0.4,
+                           label=f"{label}: mean {overall['accept_len']:.2f}")
+    axes[1, 0].set(xlabel="position in the block", ylim=(0, 1), title="accept rate by position")
+    axes[1, 1].set(xlabel="accept length", ylabel="share of proposals", title="accept lengths")
+    for axis in axes[1]:
+        axis.legend()
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    recipe = get_recipe(*sys.argv[1:])
+    out = Path("out") / recipe.name
+    try:
+        lines, found = collect(out)
+    except FileNotFoundError as error:
+        raise SystemExit(f"error: {error}") from error
+    tau = smooth([line["tau_probabilistic"] for line in lines])
+    training = {"steps": lines[-1]["step"], "tau_probabilistic_first": tau[0], "tau_probabilistic_last": tau[-1],
+                "last": lines[-1]}
+    write_json(out / "results.json", {"recipe": recipe.name, "training": training, "evaluations": found})
+    draw(lines, found, f"{recipe.name}: a DSpark draft for {recipe.target}", out / "report.png")
+    print(f"\ntraining: {training['steps']} steps, tau_probabilistic {tau[0]:.3f} -> {tau[-1]:.3f} (smoothed)")
+    for name, result in found.items():
+        print(f"\n{name.removeprefix('eval-')}\n{table(result['metrics'], recipe.block_size)}")
+    print(f"\n{out / 'report.png'}\n{out / 'results.json'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# The commands a person types. `bash run.sh` lists them.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+PYTHON=.venv/bin/python
+
+usage() {
+    cat <<'END'
+bash run.sh setup            make .venv with the pinned packages
+bash run.sh demo             set-up, target, corpus, training, evaluation, report: the whole story on a laptop (about 20 minutes)
+bash run.sh data  [recipe]   the target, its corpus and the task files
+bash run.sh train [recipe]   train a draft; continues where it stopped
+bash run.sh eval  [recipe]   accept length of the newest checkpoint on the recipe's tasks
+bash run.sh report [recipe]  out/<recipe>/report.png and results.json from what the run left
+bash run.sh test             the base tests
+bash run.sh lint             ruff
+END
+}
+
+say() { printf '\n== %s\n' "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# A Python of 3.11 or newer; every environment is made with it.
+find_python() {
+    local candidate
+    for candidate in python3.13 python3.12 python3.11 python3 python; do
+        if command -v "$candidate" >/dev/null &&
+            "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.11 or newer with the venv module was found (python3 is $(python3 --version 2>&1 || echo missing)); install one"
+}
+
+setup() {
+    local stamp=.venv/requirements.done
+    if [ -f "$stamp" ] && cmp -s requirements.txt "$stamp"; then return; fi
+    say "setup: .venv with the packages of requirements.txt (the first time takes a minute or more)"
+    [ -w . ] || fail "$PWD is not writable; clone the project into a folder of your own"
+    local python
+    python=$(find_python)
+    [ -x "$PYTHON" ] || "$python" -m venv .venv || fail "could not make .venv with $python; is there room on the disk?"
+    # The CPU build of torch where the client can have it by that name, else whatever `pip install torch` gives.
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt ||
+        fail "the packages could not be installed; see the message above (network? disk?), then run the same command again"
+    cp requirements.txt "$stamp"
+}
+
+recipe_name() { "$PYTHON" -c 'import sys; from recipe import get_recipe; print(get_recipe(*sys.argv[1:]).name)' "$@"; }
+
+data() {
+    say "data: the target, its own answers as the corpus, the task files"
+    "$PYTHON" targets.py "$@"
+    "$PYTHON" data_glm.py prepare "$@"
+    "$PYTHON" data_glm.py tokenize "$@"
+}
+
+train() {
+    say "train: the draft of recipe $(recipe_name "$@")"
+    "$PYTHON" train.py "$@"
+}
+
+# Accept length of the trained draft and, at T = 0, of the untrained one (step_0) on the recipe's tasks.
+evaluate() {
+    local name out tasks limit new temperature
+    name=$(recipe_name "$@")
+    out=out/$name
+    say "eval: accept length by propose, verify, accept"
+    mapfile -t plan < <("$PYTHON" -c '
+import sys
+from recipe import get_recipe
+r = get_recipe(*sys.argv[1:])
+print(r.eval_limit, r.eval_max_new_tokens, *(part for t in r.eval_tasks for part in ("--task", t)), sep="\n")' "$@")
+    limit=${plan[0]} new=${plan[1]} tasks=("${plan[@]:2}")
+    "$PYTHON" eval_deepspec.py --draft "$out/step_0" --task "${tasks[1]}" --limit 4 --max-new-tokens "$new" \
+        --temperature 0 --out "$out/eval-untrained"
+    for temperature in 0 1; do
+        "$PYTHON" eval_deepspec.py --draft "$out/latest" "${tasks[@]}" --limit "$limit" --max-new-tokens "$new" \
+            --temperature "$temperature" --out "$out/eval-t$temperature"
+    done
+}
+
+report() { "$PYTHON" report.py "$@"; }
+
+case "${1:-}" in
+    setup) setup ;;
+    demo) SECONDS=0; setup; data; train; evaluate; report; say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s" ;;
+    data | train | report) command=$1; shift; setup; "$command" "$@" ;;
+    eval) shift; setup; evaluate "$@" ;;
+    test) shift; setup; exec "$PYTHON" -m pytest "$@" ;;
+    lint) setup; exec "$PYTHON" -m ruff check . ;;
+    "" | help | -h | --help) usage ;;
+    *) usage >&2; fail "there is no command named $1" ;;
+esac
