@@ -88,7 +88,7 @@ def check_mask_id(recipe: Recipe, tokenizer) -> None:
                              "the target's tokenizer.json")
 
 
-# ---- made once -------------------------------------------------------------------------------------------------------
+# ---- made once -----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -157,7 +157,7 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-# ---- the targets -----------------------------------------------------------------------------------------------------
+# ---- the targets ---------------------------------------------------------------------------------------------------
 
 
 def make_tiny(recipe: Recipe, folder: Path) -> None:
@@ -254,8 +254,8 @@ def download(name: str) -> Path:
         return Path(snapshot_download(name, ignore_patterns=unwanted))
     except Exception as error:
         raise OSError(f"{name} is no folder here and could not be downloaded from Hugging Face "
-                      f"({type(error).__name__}); connect to the network, check the name (and HF_TOKEN for a gated model), or set the recipe's "
-                      "target to a folder that holds it") from error
+                      f"({type(error).__name__}); connect to the network, check the name (and HF_TOKEN for a gated "
+                      "model), or set the recipe's target to a folder that holds it") from error
 
 
 def main() -> None:
