@@ -410,7 +410,7 @@ def load_tokens(recipe: Recipe) -> Tokens:
                 build_cache(recipe, tokenizer, cache)
     tokens = Tokens(cache, recipe.min_supervised)
     total = len(tokens.starts) - 1
-    if len(tokens) < recipe.min_retention * total or not total:
+    if len(tokens) < recipe.min_retention * total:
         short = sorted(set(range(total)) - set(tokens.rows.tolist()))
         span = slice(tokens.starts[short[0]], tokens.starts[short[0] + 1]) if short else slice(0, 0)
         raise ValueError(f"only {len(tokens)} of {total} samples of {corpus_path(recipe)} have at least "
@@ -436,6 +436,9 @@ def build_cache(recipe: Recipe, tokenizer, cache: Path) -> None:
             starts.append(starts[-1] + len(ids))
             supervised.append(sum(mask))
             cut += was_cut
+    if not supervised:
+        raise ValueError(f"the corpus {corpus_path(recipe)} has no rows; remove it and run `python data_glm.py prepare "
+                         f"{recipe.name}`")
     np.save(partial / "starts.npy", np.array(starts, np.int64))
     np.save(partial / "supervised.npy", np.array(supervised, np.int32))
     (partial / "complete.json").write_text(json.dumps({"rows": len(supervised), "cut": cut}) + "\n")
