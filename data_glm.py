@@ -276,9 +276,10 @@ def prepare(recipe: Recipe, slots: int = 64) -> Path:
     folder = target_path(recipe)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     check_mask_id(recipe, tokenizer)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("transformers_version", None)
     settings = {"target": recipe.target, "max_new_tokens": recipe.corpus_max_new_tokens, "seed": recipe.seed,
-                "temperature": recipe.corpus_temperature, "chat_template": tokenizer.chat_template,
-                "target_config": json.loads((folder / "config.json").read_text())}
+                "temperature": recipe.corpus_temperature, "chat_template": tokenizer.chat_template, "config": config}
     with locked(path.parent / "lock"):
         noted, answers = path.parent / "settings.json", path.parent / "answers.jsonl"
         if noted.is_file() and (old := json.loads(noted.read_text())) != settings:
