@@ -75,12 +75,18 @@ def agree(**facts) -> None:
 
 
 def first_here_then_others(world: World, function):
-    """Call on the first rank of each node, then on its other ranks, which find on disk what the first built there."""
-    for turn in (world.local_rank == 0, world.local_rank != 0):
-        if turn:
-            result = function()
-        dist.barrier()
-    return result
+    """Call on the first rank of each node, then on its other ranks, which find on disk what the first built there.
+
+    SystemExit with the sentence of an OSError or ValueError: what is called here reads files that a user provides.
+    """
+    try:
+        for turn in (world.local_rank == 0, world.local_rank != 0):
+            if turn:
+                result = function()
+            dist.barrier()
+        return result
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from error
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

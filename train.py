@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -384,7 +385,7 @@ def evaluate(target, draft: DSparkDraft, recipe: Recipe, out: Path, step: int, d
     except Exception:
         say(f"the evaluation at step {step} failed, training goes on:\n{traceback.format_exc()}")
         return
-    if dist.get_rank() == 0 and not stop():
+    if dist.get_rank() == 0 and results and not stop():
         mean = sum(result["accept_len"] for result in results.values()) / len(results)
         best = max((json.loads(path.read_text())["accept_len"] for path in out.glob("step_*/best.json")), default=0.0)
         record = json.dumps({"step": step, "accept_len": mean, "tasks": results})
@@ -535,7 +536,10 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
 def main() -> None:
     if len(sys.argv) > 2 or sys.argv[1:] in (["-h"], ["--help"]):
         raise SystemExit("usage: python train.py [recipe], or torchrun --nproc_per_node N train.py [recipe]")
-    train(get_recipe(*sys.argv[1:]))
+    try:
+        train(get_recipe(*sys.argv[1:]))
+    except (OSError, SafetensorError) as error:  # a disk that is full, files without permission
+        raise SystemExit(f"{error}. Mend that, then the same command resumes from the last checkpoint") from error
     dist.destroy_process_group()
 
 
