@@ -26,9 +26,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from capture import check_layer_ids
-from objective import drop_nonfinite, global_sum, vocabulary_terms_chunked, vocabulary_terms_full
+from objective import drop_nonfinite, explain_nonfinite, global_sum, vocabulary_terms_chunked, vocabulary_terms_full
 
 ATTENTION_GROUP = 16                                     # blocks that share one attention call off CUDA
 WRAPPER_PREFIXES = ("_orig_mod.", "module.", "draft_model.")
@@ -439,6 +440,7 @@ class DSparkDraft(nn.Module):
                     nn.init.zeros_(module.bias)
         self.chunk_blocks: int | None = None
         self.ce_weight, self.l1_weight, self.confidence_weight, self.gamma = 0.1, 0.9, 1.0, 4.0
+        self.complaints: list[tuple[list[int], str]] = []     # non-finite forwards: (batch rows, why), for the loop
         self._frozen: list[nn.Module] = []       # [embedding, lm_head]; a list hides them from nn.Module
 
     def configure_objective(self, recipe) -> "DSparkDraft":
@@ -579,19 +581,25 @@ class DSparkDraft(nn.Module):
         else:
             terms = vocabulary_terms_chunked(hidden, latent, w2, self.lm_head, teacher, sup, *scales, self.chunk_blocks)
         accept = (1 - terms.l1 / 2).clamp(0, 1)                                               # c*, detached
-        loss, v, w = terms.loss, sup.valid, sup.weight
+        loss, v, w, logit, bce = terms.loss, sup.valid, sup.weight, None, torch.zeros_like(terms.ce)
         sums = {"ce_loss": (w * terms.ce).sum(), "l1_loss": (w * terms.l1).sum(), "weight": w.sum(),
                 "tau": (1 + (accept * v).cumprod(-1).sum(-1))[v[..., 0]].sum(), "blocks": v[..., 0].sum(),
                 "agree": (terms.agree & v).sum(), "valid": v.sum(), "nonfinite_tokens": dropped}
         if self.confidence_head:
             embedded = self.markov_head.markov_w1(sup.previous) if self.confidence_head.with_markov else None
             logit = self.confidence_head(hidden, embedded)
-            bce = (w * F.binary_cross_entropy_with_logits(logit, accept.to(logit.dtype), reduction="none")).sum()
-            loss = loss + self.confidence_weight * bce / denominator
+            bce = w * F.binary_cross_entropy_with_logits(logit, accept.to(logit.dtype), reduction="none")
+            loss = loss + self.confidence_weight * bce.sum() / denominator
             c = torch.sigmoid(logit.detach())
             drift = (v * c).cumprod(-1) - (v * accept).cumprod(-1)
-            sums |= {"confidence_loss": bce.detach(), "confidence_abs_error": (w * (c - accept).abs()).sum(),
+            sums |= {"confidence_loss": bce.detach().sum(), "confidence_abs_error": (w * (c - accept).abs()).sum(),
                      "confidence_bias": (w * (c - accept)).sum(), "confidence_cumprod_bias": (w * drift).sum()}
+        if not torch.isfinite(loss):             # the loop skips the step on all ranks and prints who was to blame
+            weights = {name: p for name, p in self.named_parameters() if not isinstance(p, DTensor)}
+            self.complaints.append(explain_nonfinite(
+                {"ce": w * terms.ce, "l1": w * terms.l1, "confidence": bce}, denominator,
+                {"hidden": hidden, "markov latent": latent, "confidence logit": logit, "final": final,
+                 "lm_head.weight": self.lm_head.weight, "lm_head.bias": self.lm_head.bias} | weights))
         world = dist.get_world_size() if dist.is_initialized() else 1
         return loss * world, self.metrics(sums, (v * accept).sum((0, 1)), v.sum((0, 1)))
 
