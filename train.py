@@ -144,11 +144,15 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
                 buffer = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonalise(whole(p.grad.lerp(buffer, group["momentum"])))           # Nesterov
-                if isinstance(p, DTensor):
-                    update = DTensor.from_local(update, p.device_mesh, [Replicate()])
-                    update = update.redistribute(placements=p.placements)
+                update = split_like(orthogonalise(whole(p.grad.lerp(buffer, group["momentum"]))), p)   # Nesterov
                 p.add_(update, alpha=-group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
+
+
+def split_like(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """A tensor that every rank holds whole, sharded as the parameter p is."""
+    if not isinstance(p, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, p.device_mesh, [Replicate()]).redistribute(placements=p.placements)
 
 
 def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
@@ -329,7 +333,7 @@ def culprits(draft: torch.nn.Module, metrics: dict, samples: list[int]) -> str:
 # The loop and what it calls
 
 
-def make_draft(recipe: Recipe, target, tokens, cache: CaptureCache | None, folder: Path | None) -> DSparkDraft:
+def make_draft(recipe: Recipe, target, folder: Path | None) -> DSparkDraft:
     """The draft of a checkpoint folder, loaded strictly, or a fresh one when folder is None; equal on every rank."""
     torch.manual_seed(recipe.seed)
     draft = DSparkDraft(DSparkConfig.from_recipe(recipe)).configure_objective(recipe)
@@ -337,20 +341,26 @@ def make_draft(recipe: Recipe, target, tokens, cache: CaptureCache | None, folde
     if folder is not None:
         tensors = load_draft_tensors(folder)
         draft.load_tensors({name: tensor.float() for name, tensor in tensors.items()}, where=str(folder))
-    elif recipe.markov_init == "bigram" and dist.get_rank() == 0:
-        def samples():                           # (input_ids [S], final [S, H])
-            for i in tqdm(range(min(len(tokens), BIGRAM_SAMPLES)), desc="bigrams of the target", unit="sample"):
-                input_ids, _, lengths = read_batch(tokens, [i], target.device)
-                yield input_ids[0], capture_batch(target, cache, [i], input_ids, lengths).final[0]
-
-        w1, w2 = bigram_markov_init(target.lm_head, samples(), recipe.markov_rank)              # [V, r] each
-        with torch.no_grad():
-            draft.markov_head.markov_w1.weight.copy_(w1)
-            draft.markov_head.markov_w2.weight.copy_(w2)
     draft.to(target.device)
     for p in draft.parameters():
         dist.broadcast(p.data, 0)
     return draft.train()
+
+
+def start_from_bigrams(draft: DSparkDraft, recipe: Recipe, target, tokens, cache: CaptureCache | None) -> None:
+    """Let the Markov head start as the target's own bigram model on the corpus (capture.bigram_markov_init)."""
+    def samples():                               # (input_ids [S], final [S, H])
+        for i in tqdm(range(min(len(tokens), BIGRAM_SAMPLES)), desc="bigrams of the target", unit="sample"):
+            input_ids, _, lengths = read_batch(tokens, [i], target.device)
+            yield input_ids[0], capture_batch(target, cache, [i], input_ids, lengths).final[0]
+
+    head, rank = draft.markov_head, recipe.markov_rank
+    factors = [torch.empty(recipe.vocab_size, rank, device=target.device) for _ in range(2)]
+    if dist.get_rank() == 0:
+        factors = [f.to(target.device) for f in bigram_markov_init(target.lm_head, samples(), rank)]
+    for p, factor in zip((head.markov_w1.weight, head.markov_w2.weight), factors, strict=True):
+        dist.broadcast(factor, 0)
+        p.data.copy_(split_like(factor, p))
 
 
 def shard(draft: DSparkDraft, world: World, dtype: torch.dtype) -> None:
@@ -427,7 +437,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
     # Target, draft, optimizers; where the run stands.
     target = first_here_then_others(world, lambda: load_target(recipe, world.device))
     cache = open_capture_cache(recipe, target, tokens) if recipe.cache_captures and plan.tp == 1 else None
-    draft = make_draft(recipe, target, tokens, cache, folder)
+    draft = make_draft(recipe, target, folder)
     shard(draft, world, dtype)
     optimizers = make_optimizers(draft, recipe)
     stop, clock = StopRequest(), Clock()
@@ -443,6 +453,8 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
             say(f"{folder} has no optimizer state: re-warming the learning rate over {recipe.rewarm_steps} steps")
             counters["rewarm_since"] = start
         say(f"resumed at step {start}")
+    if start == 0 and recipe.markov_init == "bigram":
+        start_from_bigrams(draft, recipe, target, tokens, cache)
     agree(step=start, plan=plan, counters=counters)
     say(f"{recipe.name}: {len(tokens)} samples; global batch {recipe.global_batch} = {plan.micro} samples x "
         f"{plan.accumulation} micro-steps on {world.size} process(es)"
