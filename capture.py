@@ -203,5 +203,5 @@ def bigram_markov_init(lm_head: nn.Linear, samples, rank: int) -> tuple[Tensor, 
     w1 = torch.zeros(V, rank, dtype=torch.float64)
     w1[seen] = states @ root @ basis
     w2 = weight @ torch.linalg.solve_triangular(root.T, basis, upper=True)                    # W root^-T basis
-    scale = (w1[seen].square().mean() / w2.square().mean()) ** 0.25                           # equal sizes: gradients share
+    scale = (w1[seen].square().mean() / w2.square().mean()) ** 0.25                           # equal sizes
     return (w1 / scale).float(), (w2 * scale).float()

@@ -53,7 +53,7 @@ class Recipe:
     loss_decay_gamma: float = 4.0                # weight of slot t is exp(-t / gamma)
 
     # The optimizer.
-    optimizer: str = "adamw"                     # "muon" on the CPU recipes: Newton-Schulz for matrices, AdamW for the rest
+    optimizer: str = "adamw"                     # "muon" on the CPU recipes: for matrices, AdamW for the rest
     lr: float = 6e-4
     muon_lr: float = 0.02                        # for the matrices when optimizer is "muon"; follows the same schedule
     lr_scale: float = 1.0                        # 0.5 is the remedy if a run collapses at the schedule's peak
@@ -85,7 +85,7 @@ class Recipe:
     eval_temperature: float = 1.0
 
     # The corpus.
-    corpus: str = ""                             # Hugging Face dataset, a jsonl file, or "own:TASK": the target's own answers
+    corpus: str = ""                             # Hugging Face dataset, a jsonl file, or "own:TASK": its own answers
     corpus_size: int = 0                         # prompts of an "own:" corpus
     corpus_max_new_tokens: int = 256
     corpus_temperature: float = 1.0
@@ -155,7 +155,7 @@ SMOLLM2_DEMO = Recipe(
     mask_token_id=4,                             # <reponame>, a leftover; targets.py: no text yields it
     max_position_embeddings=8192,
     num_draft_layers=2,                          # 5 in the canonical recipe: each costs 4 M parameters per forward
-    markov_rank=64,                              # 256: rank 64 keeps 83% of the bigrams' acceptance at a quarter of its cos
+    markov_rank=64,                              # 256: rank 64 keeps 83% of the acceptance
     markov_init="bigram",
     num_anchors=64,                              # 512: vocabulary-sized work per sample is proportional to it
     optimizer="muon",                            # reaches AdamW's tau in a third of the steps at this size
@@ -168,7 +168,7 @@ SMOLLM2_DEMO = Recipe(
 
 # The same target, about two hours on two cores: a drafter worth using.
 SMOLLM2 = dataclasses.replace(
-    SMOLLM2_DEMO, name="smollm2", corpus_size=768, epochs=4, eval_limit=32, eval_max_new_tokens=256,
+    SMOLLM2_DEMO, name="smollm2", corpus_size=768, epochs=3, eval_limit=32, eval_max_new_tokens=256,
     eval_tasks=("gsm_symbolic", "humaneval", "gsm8k"),
 )
 
