@@ -1,0 +1,274 @@
+"""Benchmarks: where the time and the memory of a training step go. Never a test: nothing here passes or fails.
+
+    python bench.py objective [--blocks 512 --length 1000 --head gated --json FILE]     the three forms of the objective
+    python bench.py objective --dry --blocks 1024 --vocab 154880 --length 8192          its memory, by formula, no run
+    python bench.py attention                   grouped attention against one dense mask, from 64 to 512 blocks
+    python bench.py step                        one training step of the default recipe, phase by phase
+
+Every form runs in processes of its own, in turns with the others, so that its peak is its own and a busy machine slows
+all forms alike. Seconds are medians; peak_mb is what a form adds to the highest resident set (on CUDA: to the allocated
+memory) that the process had before its first forward. Read next: objective.py.
+"""
+import argparse
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import dspark
+import objective
+from dspark import Attention, DSparkConfig, DSparkDraft, Supervision, Visibility, frozen_linear, rope_tables
+from recipe import DEFAULT
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MB = 1e6
+FORMS = ("full", "recompute", "chunked")
+ATTENTION_FORMS = [f"{form}@{blocks}" for blocks in (64, 128, 256, 512) for form in ("dense", "grouped")]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+def resident_mb() -> float:
+    """Highest memory of this process so far."""
+    if DEVICE.type == "cuda":
+        return torch.cuda.max_memory_allocated() / MB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / MB
+
+
+def timed(run) -> float:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(run, warm, repeats: int) -> dict:
+    """What the first call of `run` adds to the peak, and the times of `repeats` later calls (the first one also faults
+    pages in); `warm` is a small run that loads what any run needs."""
+    warm()
+    before = resident_mb()
+    run()
+    return {"peak_mb": resident_mb() - before, "seconds": [timed(run) for _ in range(repeats)]}
+
+
+def in_processes(args, names: list[str]) -> dict[str, dict]:
+    """Each name measured in `args.processes` fresh processes, in turns. Medians."""
+    found: dict[str, list[dict]] = {name: [] for name in names}
+    for _ in range(args.processes):
+        for name in names:
+            out = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--form", name], check=True, text=True,
+                                 stdout=subprocess.PIPE).stdout
+            found[name].append(json.loads(out.splitlines()[-1]))
+    return {name: {"seconds": statistics.median(s for r in runs for s in r["seconds"]),
+                   "peak_mb": statistics.median(r["peak_mb"] for r in runs)} for name, runs in found.items()}
+
+
+def machine() -> dict:
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if DEVICE.type == "cpu" and cpuinfo.exists():
+        name = next((x.split(":")[1].strip() for x in cpuinfo.read_text().splitlines() if "model name" in x), name)
+    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+# The objective
+
+
+def supervised(args, blocks: int):
+    """One sequence of random tokens, all supervised, and its anchors, drawn as in training."""
+    ids = torch.randint(args.vocab, (1, args.length), device=DEVICE)
+    anchors, keep = dspark.sample_anchors(torch.ones_like(ids), blocks)
+    return ids, anchors, keep, Supervision.build(ids, torch.ones_like(ids), anchors, keep, args.block_size, 4.0)
+
+
+def objective_step(args, form: str, blocks: int):
+    """A function that runs one forward and backward of the objective on random hidden rows and random weights."""
+    torch.manual_seed(0)
+    config = DSparkConfig(
+        vocab_size=args.vocab, hidden_size=args.hidden, num_hidden_layers=0, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=64, intermediate_size=1, block_size=args.block_size, mask_token_id=0,
+        target_layer_ids=(0,), num_target_layers=2, markov_rank=0 if args.head == "none" else args.rank,
+        markov_head_type="vanilla" if args.head == "none" else args.head, enable_confidence_head=True,
+        confidence_head_with_markov=True, num_anchors=blocks)
+    head = frozen_linear(torch.randn(args.vocab, args.hidden).mul_(0.1)).to(DEVICE)
+    draft, (_, anchors, _, sup) = DSparkDraft(config).to(DEVICE).attach(head, head), supervised(args, blocks)
+    hidden = torch.randn(1, anchors.shape[1], args.block_size, args.hidden, device=DEVICE, requires_grad=True)
+    final = torch.randn(1, args.length, args.hidden, device=DEVICE)
+    draft.chunk_blocks = None if form == "chunked" else 0
+
+    def step():
+        hidden.grad = None
+        draft.zero_grad()
+        dspark.vocabulary_terms_full = terms_recompute if form == "recompute" else objective.vocabulary_terms_full
+        draft.objective(hidden, final, sup, sup.weight.sum() + 1e-6, torch.zeros((), device=DEVICE))[0].backward()
+    return step
+
+
+def terms_recompute(hidden, latent, w2, head, final, sup, ce_scale, l1_scale) -> objective.Terms:
+    """The form to beat: slices of blocks whose vocabulary-sized tensors are made a second time in backward."""
+    vocab_size, block_size = head.weight.shape[0], hidden.shape[2]
+    slices = objective.slice_rows([block_size] * hidden.shape[1], None, vocab_size, block_size, hidden.device.type)
+    parts = []
+    for a, b in slices:
+        cut = lambda x: None if x is None else x[0, a // block_size:b // block_size][None]    # noqa: B023, E731
+        part = Supervision(**{name: cut(x) for name, x in vars(sup).items()})
+        parts.append(checkpoint(lambda h, z, w, part=part: tuple(vars(objective.vocabulary_terms_full(
+            h, z, w, head, final, part, ce_scale, l1_scale)).values()), cut(hidden), cut(latent), w2,
+            use_reentrant=False))
+    loss, *rest = zip(*parts, strict=True)
+    return objective.Terms(sum(loss), *(torch.cat(x, 1) for x in rest))
+
+
+def vocabulary_memory(args, device_type: str) -> dict:
+    """Vocabulary-sized memory of the chunked objective in fp32, from the slices that training uses. MB."""
+    _, _, _, sup = supervised(args, args.blocks)
+    valid = sup.valid[0]
+    slices = objective.slice_rows(valid.sum(1).tolist(), None, args.vocab, args.block_size, device_type)
+    source = sup.source[0][valid]
+    distinct = [len(source[a:b].unique()) for a, b in slices]
+    draft, teacher, scratch = objective.buffer_rows(slices, distinct, args.vocab, device_type)
+    row = args.vocab * 4 / MB
+    rank = 0 if args.head == "none" else args.rank
+    return {"slices": len(slices), "rows": len(source), "draft_rows": draft, "teacher_rows": teacher,
+            "scratch_rows": 2 * scratch, "buffers_mb": (draft + teacher + 2 * scratch) * row,
+            "w2_gradient_mb": rank * row, "unsliced_mb": sup.valid.numel() * row}
+
+
+def dry(args) -> dict:
+    result = {device: vocabulary_memory(args, device) for device in ("cuda", "cpu")}
+    for device, m in result.items():
+        print(f"{device}: {m['slices']} slices for {m['rows']} rows; buffers of {m['draft_rows']} rows + {m['teacher_rows']} "
+              f"of the teacher + {m['scratch_rows']} scratch: {m['buffers_mb']:.0f} MB = {m['buffers_mb'] * MB / 2**30:.2f} "
+              f"GiB; W2's gradient {m['w2_gradient_mb']:.0f} MB; (one unsliced buffer: {m['unsliced_mb']:.0f} MB)")
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The draft's attention and a whole step
+
+
+def attention_step(args, form: str, blocks: int):
+    """Forward and backward of one attention layer of the recipe, with training's visibility or the same as one mask."""
+    torch.manual_seed(0)
+    layer = Attention(DSparkConfig.from_recipe(DEFAULT), 0).to(DEVICE)
+    _, anchors, keep, _ = supervised(args, blocks)
+    K, S, D = args.block_size, args.length, DEFAULT.head_dim
+    rows = anchors.shape[1] * K
+    x = torch.randn(1, rows, DEFAULT.hidden_size, device=DEVICE, requires_grad=True)
+    context = torch.randn(1, S, DEFAULT.hidden_size, device=DEVICE, requires_grad=True)
+    positions = (anchors[..., None] + torch.arange(K, device=DEVICE)).flatten(1)
+    rope = rope_tables(positions, D, DEFAULT.rope_theta, x.dtype)
+    context_rope = rope_tables(torch.arange(S, device=DEVICE), D, DEFAULT.rope_theta, x.dtype)
+
+    def step():
+        visible = Visibility(anchors, keep, S, K)
+        if form == "dense":
+            block = torch.arange(rows, device=DEVICE) // K
+            seen = torch.arange(S, device=DEVICE) < anchors[0].repeat_interleave(K)[:, None]
+            visible = torch.cat((seen, block[:, None] == block), 1)                           # [rows, S + rows]
+        layer(x, rope, layer.keys_values(context, context_rope), visible).sum().backward()
+    return step
+
+
+def step_phases(args) -> dict:
+    """One optimizer step of the default recipe on one micro-batch of random tokens, phase by phase."""
+    from capture import load_target
+    from train import make_optimizers
+    target = load_target(DEFAULT, DEVICE)
+    draft = DSparkDraft(DSparkConfig.from_recipe(DEFAULT)).configure_objective(DEFAULT).to(DEVICE)
+    draft.attach(target.embed_tokens, target.lm_head)
+    optimizers = make_optimizers(draft, DEFAULT)
+    ids = torch.randint(DEFAULT.vocab_size, (DEFAULT.micro_batch, args.length), device=DEVICE)
+    state = {}
+
+    def capture():
+        state["captured"] = target.capture(ids)
+
+    def forward():
+        captured = state["captured"]
+        state["loss"] = draft(ids, captured.context, torch.ones_like(ids), captured.final)[0]
+
+    def optimizer():
+        for each in optimizers:
+            each.step()
+        draft.zero_grad()
+
+    phases = {"capture": capture, "forward": forward, "backward": lambda: state["loss"].backward(),
+              "optimizer": optimizer}
+    found = {name: {"seconds": [], "peak_mb": 0.0} for name in phases}
+    for i in range(args.repeats + 1):
+        for name, run in phases.items():
+            before, seconds = resident_mb(), timed(run)
+            if i == 0:
+                found[name]["peak_mb"] = resident_mb() - before      # what this phase is the first to need
+            else:
+                found[name]["seconds"].append(seconds)
+    result = {name: {"seconds": statistics.median(r["seconds"]), "peak_mb": r["peak_mb"]} for name, r in found.items()}
+    return result | {"step": {key: sum(r[key] for r in result.values()) for key in ("seconds", "peak_mb")}}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
+
+
+def show(result: dict, base_of) -> dict:
+    """Print a table; returns the result with the ratios of every name to the name that base_of gives for it."""
+    ratios = {}
+    print(f"{'':>14}{'seconds':>10}{'extra MB':>10}{'time':>8}{'memory':>8}")
+    for name, r in result.items():
+        base = result[base_of(name)]
+        ratios[name] = {key: r[key] / base[key] if base[key] else None for key in ("seconds", "peak_mb")}
+        time_ratio, memory_ratio = (f"{x:.3f}" if x is not None else "-" for x in ratios[name].values())
+        print(f"{name:>14}{r['seconds']:>10.3f}{r['peak_mb']:>10.0f}{time_ratio:>8}{memory_ratio:>8}")
+    return result | {"ratios": ratios}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("objective", "attention", "step"))
+    parser.add_argument("--dry", action="store_true", help="objective: only compute the memory of its buffers")
+    parser.add_argument("--blocks", type=int, default=64, help="anchors of the sequence")
+    parser.add_argument("--length", type=int, help="tokens of the sequence (objective, step 250; attention 1000)")
+    parser.add_argument("--vocab", type=int, default=DEFAULT.vocab_size)
+    parser.add_argument("--hidden", type=int, default=DEFAULT.hidden_size)
+    parser.add_argument("--rank", type=int, default=DEFAULT.markov_rank)
+    parser.add_argument("--block-size", type=int, default=DEFAULT.block_size)
+    parser.add_argument("--head", choices=("vanilla", "gated", "rnn", "none"), default="vanilla")
+    parser.add_argument("--processes", type=int, default=3, help="fresh processes per form")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs per process")
+    parser.add_argument("--json", help="write the numbers to this file")
+    parser.add_argument("--form", help=argparse.SUPPRESS)    # set in the processes that this one starts
+    args = parser.parse_args()
+    args.length = args.length or (1000 if args.what == "attention" else 250)
+    make = {"objective": objective_step, "attention": attention_step}.get(args.what)
+    if args.form:
+        form, _, blocks = args.form.partition("@")
+        print(json.dumps(measure(make(args, form, int(blocks or args.blocks)), make(args, form, 1), args.repeats)))
+        return
+    if args.dry:
+        result = dry(args)
+    elif args.what == "step":
+        result = show(step_phases(args), lambda name: "step")
+    elif args.what == "attention":
+        result = show(in_processes(args, ATTENTION_FORMS), lambda name: name.partition("@")[0] + "@64")
+    else:
+        result = show(in_processes(args, FORMS), lambda name: "full")
+    if args.json:
+        Path(args.json).write_text(json.dumps(result | {"machine": machine()}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
