@@ -7,7 +7,7 @@ PYTHON=.venv/bin/python
 usage() {
     cat <<'END'
 bash run.sh setup            make .venv with the pinned packages
-bash run.sh demo             set-up, target, corpus, training, evaluation, report: the whole story on a laptop (about 20 minutes)
+bash run.sh demo  [recipe]   set-up, target, corpus, training, evaluation, picture: the whole story (about 15 minutes on a laptop)
 bash run.sh data  [recipe]   the target, its corpus and the task files
 bash run.sh train [recipe]   train a draft; continues where it stopped
 bash run.sh eval  [recipe]   accept length of the newest checkpoint on the recipe's tasks
@@ -85,7 +85,7 @@ report() { "$PYTHON" report.py "$@"; }
 
 case "${1:-}" in
     setup) setup ;;
-    demo) SECONDS=0; setup; data; train; evaluate; report; say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s" ;;
+    demo) shift; SECONDS=0; setup; data "$@"; train "$@"; evaluate "$@"; report "$@"; say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s" ;;
     data | train | report) command=$1; shift; setup; "$command" "$@" ;;
     eval) shift; setup; evaluate "$@" ;;
     test) shift; setup; exec "$PYTHON" -m pytest "$@" ;;
