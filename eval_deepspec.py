@@ -207,7 +207,8 @@ def decode_task(name: str, target, draft, tokenizer, settings: dict, journal: "J
     seed_all(settings["seed"])
     prompts = load_task(name, folder, settings["limit"], settings["seed"])
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    stops, done = settings["stop_token_ids"], journal.samples(name) if journal else {}
+    stops, content = settings["stop_token_ids"], file_hash(Path(folder) / f"{name}.jsonl")
+    done = journal.samples(name, content) if journal else {}
     mine = [i for i in range(rank, len(prompts), world) if i not in done]
     bar = tqdm(mine, desc=name, unit="prompt", dynamic_ncols=True, disable=rank > 0)
     fresh, lengths, too_long = [], [n for s in done.values() for n in s["acceptance_lengths"]], []
@@ -223,7 +224,8 @@ def decode_task(name: str, target, draft, tokenizer, settings: dict, journal: "J
         trace = speculative_decode(target, draft, ids.to(target.device), max_new_tokens=settings["max_new_tokens"],
                                    temperature=settings["temperature"], stop_token_ids=stops,
                                    confidence_threshold=settings["confidence_threshold"])
-        fresh.append({"task": name, "index": i, "seconds": time.perf_counter() - start, "prompt_tokens": ids.shape[1],
+        fresh.append({"task": name, "file": content, "index": i, "seconds": time.perf_counter() - start,
+                      "prompt_tokens": ids.shape[1],
                       "new_ids": trace.output_ids[ids.shape[1]:], "acceptance_lengths": trace.acceptance_lengths,
                       "proposal_lengths": trace.proposal_lengths,
                       "accepted_draft_lengths": trace.accepted_draft_lengths})
@@ -315,10 +317,13 @@ class Journal:
             if whole != text and path == self.path:      # a torn last line: its sample is decoded again
                 path.write_text(whole)
             self.lines += [json.loads(line) for line in whole.splitlines()]
+        if dist.is_initialized():
+            dist.barrier()                       # nobody appends before everybody has read
         self.file = self.path.open("a")
 
-    def samples(self, task: str) -> dict[int, dict]:
-        return {s["index"]: s for s in self.lines if s["task"] == task}
+    def samples(self, task: str, content: str) -> dict[int, dict]:
+        """Finished samples of a task file with this hash, by index."""
+        return {s["index"]: s for s in self.lines if (s["task"], s["file"]) == (task, content)}
 
     def add(self, sample: dict) -> None:
         self.file.write(json.dumps(sample) + "\n")
