@@ -61,9 +61,10 @@ class HFTarget:
         """Load from a folder or hub name. dtype None: float32 on a CPU (bf16 is slower there), the file's own
         elsewhere."""
         from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.utils import is_flash_attn_2_available
+        from transformers.utils import is_flash_attn_2_available, logging
 
         from kvcache import register_attention
+        logging.disable_progress_bar()           # loading takes a second; the bars that matter are ours
         cuda = torch.device(device).type == "cuda"
         attention = ("flash_attention_2" if is_flash_attn_2_available() else "sdpa") if cuda else register_attention()
         check_layer_ids(layer_ids, AutoConfig.from_pretrained(path).get_text_config().num_hidden_layers)

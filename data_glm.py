@@ -115,6 +115,8 @@ def stop_token_ids(target, tokenizer, draft_config) -> list[int]:
 def load_model(folder: Path, dtype: str):
     """The target as a transformers causal LM for `generate`: on the GPU in `dtype` if there is one, else in float32."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+    logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kind = getattr(torch, dtype) if device == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation=register_attention())

@@ -162,7 +162,7 @@ SMOLLM2_DEMO = Recipe(
     lr=2e-3,                                     # for parameters that Muon does not take; 6e-4 is for batches of 512
     global_batch=4, micro_batch=4, epochs=1,
     max_length=384, save_every=16, evals_per_epoch=0, cache_captures=True,
-    eval_tasks=("gsm_symbolic", "humaneval"), eval_limit=16, eval_max_new_tokens=128, eval_temperature=0.0,
+    eval_tasks=("gsm_symbolic", "humaneval"), eval_limit=8, eval_max_new_tokens=128, eval_temperature=0.0,
     corpus="own:gsm_symbolic", corpus_size=256, corpus_max_new_tokens=192,
 )
 
