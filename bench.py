@@ -150,9 +150,10 @@ def vocabulary_memory(args, device_type: str) -> dict:
 def dry(args) -> dict:
     result = {device: vocabulary_memory(args, device) for device in ("cuda", "cpu")}
     for device, m in result.items():
-        print(f"{device}: {m['slices']} slices for {m['rows']} rows; buffers of {m['draft_rows']} rows + {m['teacher_rows']} "
-              f"of the teacher + {m['scratch_rows']} scratch: {m['buffers_mb']:.0f} MB = {m['buffers_mb'] * MB / 2**30:.2f} "
-              f"GiB; W2's gradient {m['w2_gradient_mb']:.0f} MB; (one unsliced buffer: {m['unsliced_mb']:.0f} MB)")
+        print(f"{device}: {m['slices']} slices for {m['rows']} rows; buffers of {m['draft_rows']} rows + "
+              f"{m['teacher_rows']} of the teacher + {m['scratch_rows']} scratch: {m['buffers_mb']:.0f} MB = "
+              f"{m['buffers_mb'] * MB / 2**30:.2f} GiB; W2's gradient {m['w2_gradient_mb']:.0f} MB "
+              f"(one unsliced buffer: {m['unsliced_mb']:.0f} MB)")
     return result
 
 

@@ -596,8 +596,9 @@ class DSparkDraft(nn.Module):
                      "confidence_bias": (w * (c - accept)).sum(), "confidence_cumprod_bias": (w * drift).sum()}
         if not torch.isfinite(loss):             # the loop skips the step on all ranks and prints who was to blame
             weights = {name: p for name, p in self.named_parameters() if not isinstance(p, DTensor)}
+            numerators = {"ce": terms.ce, "l1": terms.l1, "confidence": bce}
             self.complaints.append(explain_nonfinite(
-                {"ce": w * terms.ce, "l1": w * terms.l1, "confidence": bce}, denominator,
+                {name: torch.where(v, term, 0) for name, term in numerators.items()}, denominator,
                 {"hidden": hidden, "markov latent": latent, "confidence logit": logit, "final": final,
                  "lm_head.weight": self.lm_head.weight, "lm_head.bias": self.lm_head.bias} | weights))
         world = dist.get_world_size() if dist.is_initialized() else 1
