@@ -15,6 +15,7 @@ Shapes: B batch, S source length, N blocks per sample, K block size, H hidden, V
 Markov rank. Read next: capture.py (where context and final states come from), train.py (the loop), eval_deepspec.py
 (how a draft is used).
 """
+import copy
 import dataclasses
 import functools
 import json
@@ -458,6 +459,18 @@ class DSparkDraft(nn.Module):
                 raise ValueError(f"the target's {name} is {tuple(module.weight.shape)}, the draft expects {want} "
                                  "(vocabulary, hidden): this draft belongs to another target")
         self._frozen = [embed_tokens, lm_head]
+        return self
+
+    def _apply(self, fn, recurse=True):
+        """`.to`, `.double` and the like reach embedding and head too, on copies: the target's own stay as they are."""
+        super()._apply(fn, recurse)
+        for i, module in enumerate(self._frozen):
+            weight = fn(module.weight.data)
+            if (weight.dtype, weight.device) != (module.weight.dtype, module.weight.device):
+                self._frozen[i] = twin = copy.copy(module)
+                twin._parameters = dict(module._parameters, weight=nn.Parameter(weight, requires_grad=False))
+                if getattr(module, "bias", None) is not None:
+                    twin._parameters["bias"] = nn.Parameter(fn(module.bias.data), requires_grad=False)
         return self
 
     @property
