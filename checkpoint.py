@@ -98,8 +98,9 @@ def save_checkpoint(out: Path, step: int, draft, optimizers, recipe: Recipe, cou
             problem = str(error)
     if problems := [text for text in gather(problem) if text]:
         shutil.rmtree(partial, ignore_errors=True)
-        raise SystemExit(f"step {step} could not be saved in {out}: {problems[0]}. Those before it are whole: "
-                         "make room or mend the permissions, then start the same command again")
+        free = shutil.disk_usage(out).free / 1e6
+        raise SystemExit(f"step {step} could not be saved in {out}, where {free:.1f} MB are free: {problems[0]}. Those "
+                         "before it are whole: make room or mend the permissions, then start the same command again")
     if rank == 0:
         publish(partial, final)
     dist.barrier()

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from kvcache import SlotCache, register_attention
 from recipe import Recipe, get_recipe
-from targets import check_mask_id, locked, sync, target_path
+from targets import check_mask_id, is_complete, locked, plain_errors, publish, sync, target_path
 
 DATA = Path("data")
 TASKS = Path("eval_datasets")
@@ -228,13 +228,17 @@ def corpus_path(recipe: Recipe) -> Path:
 
 def read_rows(path: Path) -> Iterator[dict]:
     """Rows of a jsonl file; a line that is no JSON object is an error that names it."""
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:              # bytes: a wrong encoding is then an error of its line
         for number, line in enumerate(lines, 1):
             try:
-                yield json.loads(line)
+                row = json.loads(line.decode())
             except ValueError as error:
-                raise ValueError(f"{path}, line {number} is not valid JSON ({error}); remove that line and run "
-                                 "`python data_glm.py prepare` again") from error
+                raise ValueError(f"{path}, line {number} is not valid JSON ({error}); remove or mend that line, then "
+                                 "run the same command again") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number} is {line[:40]!r}, expected a JSON object {{...}}; remove or "
+                                 "mend that line, then run the same command again")
+            yield row
 
 
 def write_atomic(path: Path, lines: Iterator[str]) -> None:
@@ -284,7 +288,12 @@ def prepare(recipe: Recipe, slots: int = 64) -> Path:
                 "temperature": recipe.corpus_temperature, "chat_template": tokenizer.chat_template, "config": config}
     with locked(path.parent / "lock"):
         noted, answers = path.parent / "settings.json", path.parent / "answers.jsonl"
-        if noted.is_file() and (old := json.loads(noted.read_text())) != settings:
+        try:
+            old = json.loads(noted.read_text()) if noted.is_file() else settings
+        except ValueError as error:
+            raise ValueError(f"{noted} is damaged ({error}); delete it if that folder's answers are of this recipe, "
+                             "else move the folder away; then run the same command again") from error
+        if old != settings:
             changed = ", ".join(k for k in settings if old.get(k) != settings[k])
             raise ValueError(f"{path.parent} was made with other settings ({changed}); move that folder away or set "
                              "the recipe back: one corpus must not mix the two")
@@ -336,14 +345,13 @@ class Tokens:
 
     def __init__(self, folder: Path, min_supervised: int):
         self.key = folder.name
-        self.starts = np.load(folder / "starts.npy")                               # [rows + 1]
+        self.starts = np.fromfile(folder / "starts.bin", np.int64)                 # [rows + 1]
         self.ids = np.memmap(folder / "ids.bin", np.int32, "r")
         self.mask = np.memmap(folder / "mask.bin", np.uint8, "r")
-        supervised = np.load(folder / "supervised.npy")                            # [rows]
+        supervised = np.fromfile(folder / "supervised.bin", np.int32)              # [rows]
         self.rows = np.flatnonzero(supervised >= min_supervised)
-        info = json.loads((folder / "complete.json").read_text())
         self.dropped = {f"fewer than {min_supervised} supervised tokens": len(supervised) - len(self.rows)}
-        self.cut = info["cut"]                                                     # rows shortened to max_length
+        self.cut = int(np.fromfile(folder / "cut.bin", np.int32)[0])               # rows shortened to max_length
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -360,7 +368,10 @@ def corpus_rows(recipe: Recipe) -> Iterator[dict]:
         raise FileNotFoundError(f"the corpus {path} is not there; `python data_glm.py prepare {recipe.name}` makes it")
     own = recipe.corpus.startswith("own:")
     found = 0
-    for row in read_rows(path):
+    for number, row in enumerate(read_rows(path), 1):
+        if missing := {"messages", "id"} - set(row) if own else {"messages"} - set(row):
+            raise ValueError(f"{path}, line {number} has no {' and no '.join(sorted(missing))}; expected "
+                             "{\"messages\": [{\"role\": ..., \"content\": ...}, ...]}")
         if not own or row["id"] < recipe.corpus_size:
             found += 1
             yield row
@@ -407,9 +418,9 @@ def load_tokens(recipe: Recipe) -> Tokens:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     check_mask_id(recipe, tokenizer)
     cache = DATA / "cache" / cache_key(recipe, folder, tokenizer)
-    if not (cache / "complete.json").is_file():
+    if not is_complete(cache):
         with locked(cache.with_name(cache.name + ".lock")):
-            if not (cache / "complete.json").is_file():
+            if not is_complete(cache):
                 build_cache(recipe, tokenizer, cache)
     tokens = Tokens(cache, recipe.min_supervised)
     total = len(tokens.starts) - 1
@@ -426,7 +437,10 @@ def load_tokens(recipe: Recipe) -> Tokens:
 
 
 def build_cache(recipe: Recipe, tokenizer, cache: Path) -> None:
-    """Tokenise the corpus into `cache`: ids.bin, mask.bin, starts.npy, supervised.npy; complete.json comes last."""
+    """Tokenise the corpus into `cache`: ids.bin, mask.bin, starts.bin, supervised.bin, cut.bin.
+
+    Through Python's own files: numpy's report of a full disk says neither that nor where.
+    """
     partial = cache.with_name(cache.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -434,22 +448,18 @@ def build_cache(recipe: Recipe, tokenizer, cache: Path) -> None:
     with open(partial / "ids.bin", "wb") as ids_file, open(partial / "mask.bin", "wb") as mask_file:
         for row in tqdm(corpus_rows(recipe), desc="tokenize", unit="row"):
             ids, mask, was_cut = encode_row(row, tokenizer, recipe)
-            np.array(ids, np.int32).tofile(ids_file)
-            np.array(mask, np.uint8).tofile(mask_file)
+            ids_file.write(np.array(ids, np.int32).tobytes())
+            mask_file.write(np.array(mask, np.uint8).tobytes())
             starts.append(starts[-1] + len(ids))
             supervised.append(sum(mask))
             cut += was_cut
     if not supervised:
         raise ValueError(f"the corpus {corpus_path(recipe)} has no rows; remove it and run `python data_glm.py prepare "
                          f"{recipe.name}`")
-    np.save(partial / "starts.npy", np.array(starts, np.int64))
-    np.save(partial / "supervised.npy", np.array(supervised, np.int32))
-    (partial / "complete.json").write_text(json.dumps({"rows": len(supervised), "cut": cut}) + "\n")
-    for path in [*partial.iterdir(), partial]:
-        sync(path)
-    shutil.rmtree(cache, ignore_errors=True)
-    partial.rename(cache)
-    sync(cache.parent)
+    (partial / "starts.bin").write_bytes(np.array(starts, np.int64).tobytes())
+    (partial / "supervised.bin").write_bytes(np.array(supervised, np.int32).tobytes())
+    (partial / "cut.bin").write_bytes(np.array([cut], np.int32).tobytes())
+    publish(partial, cache)
 
 
 def paint(ids, mask, tokenizer, on: str = "\033[32m", off: str = "\033[0m") -> str:
@@ -481,7 +491,7 @@ def load_task(name: str, folder: str | Path = TASKS, limit: int | None = None, s
                                 "hand with one {\"turns\": [\"first prompt\", ...]} a line")
     prompts = []
     for number, row in enumerate(read_rows(path), 1):
-        if not (isinstance(row, dict) and isinstance(row.get("turns"), list) and row["turns"]):
+        if not (isinstance(row.get("turns"), list) and row["turns"] and isinstance(row["turns"][0], str)):
             raise ValueError(f"{path}, line {number} has no \"turns\": expected {{\"turns\": [\"first prompt\", ...]}}")
         prompts.append(row["turns"][0])
     cap = CAPS.get(name, len(prompts))
@@ -510,19 +520,20 @@ OFFLINE = ("gsm_symbolic", "humaneval")
 
 def build_tasks(names: tuple[str, ...], folder: Path = TASKS) -> None:
     """Write the task files that are missing. One that cannot be fetched is reported, the others are built."""
-    for name in names:
-        path = folder / f"{name}.jsonl"
-        if path.is_file():
-            print(f"task {name}: {path} (already there)")
-            continue
-        try:
-            prompts = BUILDERS[name]()
-        except OSError as error:
-            print(f"task {name}: could not be fetched ({error}); put {path} there by hand, one {{\"turns\": [...]}} "
-                  "a line")
-            continue
-        write_atomic(path, (json.dumps({"turns": [prompt]}, ensure_ascii=False) + "\n" for prompt in prompts))
-        print(f"task {name}: {path}, {len(prompts)} prompts")
+    with locked(folder / "lock"):
+        for name in names:
+            path = folder / f"{name}.jsonl"
+            if path.is_file():
+                print(f"task {name}: {path} (already there)")
+                continue
+            try:
+                prompts = BUILDERS[name]()
+            except OSError as error:
+                print(f"task {name}: could not be fetched ({error}); put {path} there by hand, one "
+                      "{\"turns\": [...]} a line")
+                continue
+            write_atomic(path, (json.dumps({"turns": [prompt]}, ensure_ascii=False) + "\n" for prompt in prompts))
+            print(f"task {name}: {path}, {len(prompts)} prompts")
 
 
 # ---- commands ------------------------------------------------------------------------------------------------------
@@ -544,7 +555,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=3, help="how many samples `show` prints")
     args = parser.parse_args()
     recipe, start = get_recipe(args.recipe), time.perf_counter()
-    try:
+    with plain_errors(ValueError):
         if args.command == "prepare":
             prepare(recipe)
             build_tasks(OFFLINE)
@@ -557,13 +568,6 @@ def main() -> None:
             print(f"tokens of {recipe.name}: {DATA / 'cache' / tokens.key}, {len(tokens)} samples, "
                   f"left out: {tokens.dropped}, cut at {recipe.max_length}: {tokens.cut} "
                   f"({time.perf_counter() - start:.1f} s)")
-    except KeyboardInterrupt:
-        raise SystemExit("\nstopped; what is finished is kept, the same command continues") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise SystemExit(f"{error.strerror}: {error.filename or DATA}; make room or give write permission there, "
-                             "then run the same command again: it continues") from error
-        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

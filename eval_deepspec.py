@@ -9,9 +9,8 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
+
+from targets import plain_errors
 
 GREEDY_BELOW = 1e-5                              # temperatures below this mean one-hot argmax distributions
 
@@ -307,16 +308,14 @@ class Journal:
     """
 
     def __init__(self, out: Path, key: str):
+        from data_glm import drop_torn_line, read_rows
         self.out, self.key = out, key
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.path = out / f"samples-{key}.{rank}.jsonl"
         self.lines = []
         for path in sorted(out.glob(f"samples-{key}.*.jsonl")):
-            text = path.read_text()
-            whole = text[:text.rfind("\n") + 1]
-            if whole != text and path == self.path:      # a torn last line: its sample is decoded again
-                path.write_text(whole)
-            self.lines += [json.loads(line) for line in whole.splitlines()]
+            drop_torn_line(path)                 # its sample is decoded again
+            self.lines += read_rows(path)
         if dist.is_initialized():
             dist.barrier()                       # nobody appends before everybody has read
         self.file = self.path.open("a")
@@ -379,10 +378,16 @@ def run(options) -> dict:
     from transformers import AutoTokenizer
 
     from capture import load_target
+    from data_glm import load_task
     from dspark import DSparkDraft
-    from ranks import start_world
+    from ranks import alone_in, start_world
     from recipe import DEFAULT, load_recipe
     from targets import target_path
+    for name in ("limit", "max_new_tokens"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if not 0 <= (options.confidence_threshold or 0) <= 1:
+        raise ValueError(f"--confidence-threshold must lie between 0 (off) and 1, got {options.confidence_threshold}")
     world = start_world()
     folder = Path(options.draft) if options.draft else newest_checkpoint(Path("out") / DEFAULT.name)
     draft = DSparkDraft.from_pretrained(folder, device=world.device)
@@ -392,33 +397,38 @@ def run(options) -> dict:
         recipe = foreign_recipe(draft.config, options.target)
     else:
         raise ValueError(f"{folder} has no recipe.json, so its target is unknown; name it with --target PATH")
-    path = options.target or target_path(recipe)
+    if options.target:                           # before it counts: journal and results name the target that ran
+        recipe = replace(recipe, target=options.target)
+    names = agree_on_tasks(options.task or recipe.eval_tasks[:1], options.datasets)
+    for name in names:                           # a missing or broken file is known now, not after hours
+        load_task(name, options.datasets)
+    path = target_path(recipe)
     target = load_target(recipe, world.device, path=path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     check_pair(target, draft)
-    names = agree_on_tasks(options.task or recipe.eval_tasks[:1], options.datasets)
     settings = make_settings(recipe, target, tokenizer, draft, temperature=options.temperature, limit=options.limit,
                              max_new_tokens=options.max_new_tokens, confidence_threshold=options.confidence_threshold)
     files = sorted(folder.glob("*.safetensors"))
     identity = {"settings": settings, "draft": [file_hash(f) for f in files],
                 "tasks": {n: file_hash(Path(options.datasets) / f"{n}.jsonl") for n in names}}
     out = Path(options.out) if options.out else folder / "eval"
-    out.mkdir(parents=True, exist_ok=True)
     # A sample depends on its own task and not on the limit: a longer run takes over what a shorter one decoded.
     key = json.dumps([settings | {"limit": None}, identity["draft"], recipe.target])
     key = hashlib.sha256(key.encode()).hexdigest()[:12]
-    journal, results, samples = Journal(out, key), {}, {}
-    for name in names:
-        found = decode_task(name, target, draft, tokenizer, settings, journal, folder=options.datasets)
-        samples[name] = [s for s in found if settings["limit"] is None or s["index"] < settings["limit"]]
-        results[name] = summarise(samples[name], draft.config.block_size)
-        everything = [s for part in samples.values() for s in part]
-        value = identity | {"draft_folder": folder.name, "recipe": recipe.name, "target": recipe.target,
-                            "versions": {"torch": torch.__version__, "transformers": version("transformers")},
-                            "metrics": results | {"overall": summarise(everything, draft.config.block_size)},
-                            "samples": samples}
-        if world.rank == 0:
-            write_json(out / "results.json", value)
+    results, samples = {}, {}
+    with alone_in(out, world):
+        journal = Journal(out, key)
+        for name in names:
+            found = decode_task(name, target, draft, tokenizer, settings, journal, folder=options.datasets)
+            samples[name] = [s for s in found if settings["limit"] is None or s["index"] < settings["limit"]]
+            results[name] = summarise(samples[name], draft.config.block_size)
+            everything = [s for part in samples.values() for s in part]
+            value = identity | {"draft_folder": folder.name, "recipe": recipe.name, "target": recipe.target,
+                                "versions": {"torch": torch.__version__, "transformers": version("transformers")},
+                                "metrics": results | {"overall": summarise(everything, draft.config.block_size)},
+                                "samples": samples}
+            if world.rank == 0:
+                write_json(out / "results.json", value)
     if world.rank == 0:
         shown = value["metrics"] if len(names) > 1 else results
         print(f"\n{recipe.name} {folder.name}, temperature {settings['temperature']}, "
@@ -438,11 +448,10 @@ def main() -> None:
     parser.add_argument("--confidence-threshold", type=float)
     parser.add_argument("--datasets", default="eval_datasets", help="folder of the task files")
     parser.add_argument("--out", help="folder for results.json; default: eval/ in the checkpoint")
+    options = parser.parse_args()
     try:
-        run(parser.parse_args())
-    except (ValueError, OSError) as error:       # what a person can mend; anything else keeps its traceback
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+        with plain_errors(ValueError):
+            run(options)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -10,13 +10,17 @@ import os
 import signal
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
+
+from targets import locked
 
 GROUP_TIMEOUT = timedelta(minutes=45)   # torch's 10 minutes expire while a 750 GB target is still loading
 
@@ -87,6 +91,15 @@ def first_here_then_others(world: World, function):
         return result
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path, world: World) -> Iterator[None]:
+    """Make `folder` and let one run at a time work in it: a second one waits here, and says so (collective)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / "lock") if world.rank == 0 else contextlib.nullcontext():
+        dist.barrier()
+        yield
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

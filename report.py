@@ -12,8 +12,10 @@ import matplotlib
 matplotlib.use("Agg")                            # no screen needed
 import matplotlib.pyplot as plt  # noqa: E402
 
+from data_glm import read_rows  # noqa: E402
 from eval_deepspec import table, write_json  # noqa: E402
-from recipe import get_recipe  # noqa: E402
+from recipe import Recipe, get_recipe  # noqa: E402
+from targets import plain_errors  # noqa: E402
 
 EVALUATIONS = ("eval-untrained", "eval-t0", "eval-t1")
 
@@ -28,13 +30,20 @@ def smooth(values: list[float], weight: float = 0.9) -> list[float]:
 
 
 def collect(out: Path) -> tuple[list[dict], dict]:
-    """(training lines, results of every evaluation present). FileNotFoundError with the mend when there is nothing."""
+    """(training lines, results of every evaluation present). FileNotFoundError with the mend when there is nothing,
+    ValueError for a damaged file."""
     log = out / "metrics.jsonl"
     if not log.is_file():
         raise FileNotFoundError(f"{log} is not there; train first: bash run.sh train {out.name}")
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    files = {name: out / name / "results.json" for name in EVALUATIONS}
-    found = {name: json.loads(path.read_text()) for name, path in files.items() if path.exists()}
+    lines, found = list(read_rows(log)), {}
+    for name in EVALUATIONS:
+        path = out / name / "results.json"
+        if path.exists():
+            try:
+                found[name] = json.loads(path.read_text())
+            except ValueError as error:
+                raise ValueError(f"{path} is damaged ({error}); delete it, then run: bash run.sh eval {out.name}"
+                                 ) from error
     if not lines or not found:
         raise FileNotFoundError(f"{out} has {len(lines)} training lines and {len(found)} evaluations; "
                                 f"run: bash run.sh train {out.name}, then bash run.sh eval {out.name}")
@@ -69,13 +78,9 @@ def draw(lines: list[dict], found: dict, title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
-    recipe = get_recipe(*sys.argv[1:])
-    out = Path("out") / recipe.name
-    try:
-        lines, found = collect(out)
-    except FileNotFoundError as error:
-        raise SystemExit(f"error: {error}") from error
+def report(recipe: Recipe, out: Path) -> None:
+    """Write and print the report of the run in `out`."""
+    lines, found = collect(out)
     tau = smooth([line["tau_probabilistic"] for line in lines])
     training = {"steps": lines[-1]["step"], "tau_probabilistic_first": tau[0], "tau_probabilistic_last": tau[-1],
                 "last": lines[-1]}
@@ -85,6 +90,14 @@ def main() -> None:
     for name, result in found.items():
         print(f"\n{name.removeprefix('eval-')}\n{table(result['metrics'], recipe.block_size)}")
     print(f"\n{out / 'report.png'}\n{out / 'results.json'}")
+
+
+def main() -> None:
+    if len(sys.argv) > 2 or sys.argv[1:] in (["-h"], ["--help"]):
+        raise SystemExit("usage: python report.py [recipe]")
+    recipe = get_recipe(*sys.argv[1:])
+    with plain_errors(ValueError):
+        report(recipe, Path("out") / recipe.name)
 
 
 if __name__ == "__main__":

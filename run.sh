@@ -25,12 +25,13 @@ find_python() {
     local candidate
     for candidate in python3.13 python3.12 python3.11 python3 python; do
         if command -v "$candidate" >/dev/null &&
-            "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    fail "no Python 3.11 or newer with the venv module was found (python3 is $(python3 --version 2>&1 || echo missing)); install one"
+    fail "no Python 3.11 or newer with venv and ensurepip was found (python3 is $(python3 --version 2>/dev/null ||
+        echo missing)); install one (on Debian and Ubuntu: python3 and python3-venv)"
 }
 
 setup() {
@@ -40,12 +41,17 @@ setup() {
     [ -w . ] || fail "$PWD is not writable; clone the project into a folder of your own"
     local python
     python=$(find_python)
-    [ -x "$PYTHON" ] || "$python" -m venv .venv || fail "could not make .venv with $python; is there room on the disk?"
+    # An environment that was left half-made has no pip; it is made anew.
+    "$PYTHON" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv ||
+        fail "could not make .venv with $python (see above); is there room on the disk?"
     # The CPU build of torch where the client can have it by that name, else whatever `pip install torch` gives.
     "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt ||
         fail "the packages could not be installed; see the message above (network? disk?), then run the same command again"
     cp requirements.txt "$stamp"
 }
+
+# Ctrl-C: a stage saves what it has and may end well, but the stages after it must not run.
+trap 'printf "\nstopped; the same command goes on from here\n" >&2; exit 130' INT
 
 recipe_name() { "$PYTHON" -c 'import sys; from recipe import get_recipe; print(get_recipe(*sys.argv[1:]).name)' "$@"; }
 
@@ -82,6 +88,8 @@ print(r.eval_limit, r.eval_max_new_tokens, *(part for t in r.eval_tasks for part
 }
 
 report() { "$PYTHON" report.py "$@"; }
+
+[ $# -le 2 ] || [ "$1" = test ] || fail "expected a command and at most one recipe, got: $*"
 
 case "${1:-}" in
     setup) setup ;;

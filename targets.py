@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from recipe import Recipe, get_recipe
 
@@ -91,6 +92,31 @@ def check_mask_id(recipe: Recipe, tokenizer) -> None:
 # ---- made once -----------------------------------------------------------------------------------------------------
 
 
+def of_the_disk(error: Exception) -> bool:
+    """Whether an error is one of files and disks: an OSError of the system, or what Rust libraries make of one."""
+    return error.errno is not None if isinstance(error, OSError) else "(os error" in str(error)
+
+
+@contextlib.contextmanager
+def plain_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Errors of files and disks, and of the kinds named, end a command with a sentence and exit code 1.
+
+    Ctrl-C ends it with 130; anything else is a bug and keeps its traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\nstopped; what is finished is kept, the same command goes on", file=sys.stderr)
+        raise SystemExit(130) from None
+    except (OSError, SafetensorError, *kinds) as error:
+        text = str(error)
+        if of_the_disk(error):
+            where = getattr(error, "filename", None) or "while writing in data/, eval_datasets/ or out/"
+            text = (f"{getattr(error, 'strerror', None) or error}: {where}; make room there or mend the permissions, "
+                    "then run the same command again: it goes on where it was")
+        raise SystemExit(f"error: {text}") from error
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock file `path`; a second process waits here (and says so) instead of doing the same work twice."""
@@ -133,19 +159,28 @@ def made_once(name: str, make) -> Path:
                     shutil.rmtree(leftover)
             partial.mkdir(parents=True)
             make(partial)
-            sizes = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
-            (partial / "complete.json").write_text(json.dumps(sizes, indent=2) + "\n")
-            for path in [*partial.iterdir(), partial]:
-                sync(path)
-            partial.rename(folder)
-            sync(folder.parent)
-    except OSError as error:
+            publish(partial, folder)
+    except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if error.errno is None:                  # already a sentence of ours
+        if not of_the_disk(error):               # a sentence of ours, or a bug
             raise
-        raise OSError(f"cannot prepare the target in {folder.parent} ({error.strerror}); it needs about 1 GB of free "
-                      "space and write permission there, or set XDG_CACHE_HOME to a folder that has both") from error
+        raise OSError(f"cannot prepare the target in {folder.parent} ({getattr(error, 'strerror', None) or error}); it "
+                      "needs about 1 GB of free space and write permission there, or set XDG_CACHE_HOME to a folder "
+                      "that has both") from error
     return folder
+
+
+def publish(partial: Path, folder: Path) -> None:
+    """Finish a folder: its files' sizes go into complete.json, all is forced to the disk, then it gets its name."""
+    sizes = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
+    (partial / "complete.json").write_text(json.dumps(sizes, indent=2) + "\n")
+    for name in sizes:
+        shutil.copymode(partial / "complete.json", partial / name)   # safetensors makes its files private
+    for path in [*partial.iterdir(), partial]:
+        sync(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    sync(folder.parent)
 
 
 def is_complete(folder: Path) -> bool:
@@ -259,14 +294,13 @@ def download(name: str) -> Path:
 
 
 def main() -> None:
-    recipe = get_recipe(sys.argv[1] if len(sys.argv) > 1 else None)
-    start = time.perf_counter()
-    try:
+    if len(sys.argv) > 2 or sys.argv[1:] in (["-h"], ["--help"]):
+        raise SystemExit("usage: python targets.py [recipe]")
+    recipe, start = get_recipe(*sys.argv[1:]), time.perf_counter()
+    with plain_errors(ValueError):
         folder = target_path(recipe)
         from transformers import AutoTokenizer
         check_mask_id(recipe, AutoTokenizer.from_pretrained(folder))
-    except (OSError, ValueError) as error:
-        raise SystemExit(str(error)) from error
     print(f"target of {recipe.name}: {folder} ({time.perf_counter() - start:.1f} s)")
 
 

@@ -326,9 +326,10 @@ def test_half_built_cache_is_built_again(prepared, monkeypatch):
     folder = Path("data/cache") / tokens.key
     expected = [tokens[i][0].tolist() for i in range(len(tokens))]
     (folder / "complete.json").unlink()
-    (folder / "ids.bin").write_bytes(b"")
-    again = load_tokens(TINY)
-    assert [again[i][0].tolist() for i in range(len(again))] == expected
+    for damaged in ("ids.bin", "starts.bin"):        # the second time complete.json is there, a file is too short
+        (folder / damaged).write_bytes((folder / damaged).read_bytes()[:40])
+        again = load_tokens(TINY)
+        assert [again[i][0].tolist() for i in range(len(again))] == expected
 
 
 def test_low_retention_aborts_and_shows_a_sample(prepared, monkeypatch):
@@ -388,6 +389,10 @@ def test_missing_or_broken_task_files_say_what_to_do(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"turns": ["a"]}\n{"turns": "a"}\n')
     with pytest.raises(ValueError, match="line 2 has no \"turns\""):
         load_task("x", tmp_path)
+    for broken in (b'{"turns": ["a"}', b"17", b'{"turns": ["\xff\xfe"]}'):
+        (tmp_path / "x.jsonl").write_bytes(b'{"turns": ["a"]}\n' + broken + b"\n")
+        with pytest.raises(ValueError, match="x.jsonl, line 2 is .*mend that line, then run the same command again"):
+            load_task("x", tmp_path)
 
 
 # ---- targets -------------------------------------------------------------------------------------------------------
@@ -406,6 +411,26 @@ def test_target_that_cannot_be_written_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(OSError, match="about 1 GB of free space and write permission there, or set XDG_CACHE_HOME"):
         target_path(TINY)
+
+    def full(recipe, folder):
+        raise Exception("No space left on device (os error 28)")     # as the tokenizers library reports it
+
+    (tmp_path / "nanospec").unlink()
+    monkeypatch.setattr(targets, "make_tiny", full)
+    with pytest.raises(OSError, match=r"No space left on device \(os error 28\)\); it needs about 1 GB"):
+        target_path(TINY)
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("error, sentence", [
+    (OSError(28, "No space left on device"), "error: No space left on device: while writing in data/"),
+    (PermissionError(13, "Permission denied", "out/lock"), "error: Permission denied: out/lock; make room there"),
+    (OSError("a sentence (os error 28) of ours"), "^error: a sentence .os error 28. of ours$"),
+    (ValueError("another"), "^error: another$"), (KeyboardInterrupt(), "130"),
+])
+def test_what_a_person_can_mend_ends_with_a_sentence(error, sentence):
+    with pytest.raises(SystemExit, match=sentence), targets.plain_errors(ValueError):
+        raise error
 
 
 def test_recipe_that_does_not_describe_its_target_is_refused():

@@ -108,7 +108,8 @@ def test_a_killed_evaluation_goes_on_and_ends_the_same(finished, monkeypatch):
 @pytest.mark.parametrize("changes, sentence", [
     ({"task": ["nonsense"]}, "nonsense"), ({"draft": "out/nothing"}, "config.json"),
     ({"temperature": -1.0}, "temperature"), ({"out": "/proc/nothing"}, "/proc/nothing"),
-    ({"limit": 0}, "no sample"), ({"target": "out"}, "config.json"),
+    ({"limit": -1}, "limit must be at least 1"), ({"max_new_tokens": 0}, "max-new-tokens must be at least 1"),
+    ({"confidence_threshold": float("nan")}, "threshold must lie"), ({"target": "out"}, "config.json"),
 ])
 def test_what_a_person_gets_wrong_is_an_error_of_one_sentence(finished, monkeypatch, changes, sentence):
     monkeypatch.chdir(finished)

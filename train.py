@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -33,11 +32,22 @@ from tqdm import tqdm
 import eval_deepspec
 from capture import Captured, bigram_markov_init, load_target
 from checkpoint import choose_checkpoint, full_tensors, load_counters, load_state, prune, save_checkpoint, set_aside
-from data_glm import DATA, load_tokens
+from data_glm import DATA, drop_torn_line, load_tokens, read_rows
 from dspark import DSparkConfig, DSparkDraft, load_draft_tensors
-from ranks import StopRequest, World, agree, first_here_then_others, gather, say, signals_restored, start_world, whole
+from ranks import (
+    StopRequest,
+    World,
+    agree,
+    alone_in,
+    first_here_then_others,
+    gather,
+    say,
+    signals_restored,
+    start_world,
+    whole,
+)
 from recipe import Recipe, get_recipe, recipe_hash
-from targets import target_path
+from targets import plain_errors, target_path
 
 BIGRAM_SAMPLES = 1024                            # of the corpus, for the Markov head's start
 SUMMED_METRICS = ("nonfinite_tokens", "blocks")  # counts; every other metric is a mean over the micro-steps
@@ -283,9 +293,13 @@ def cut_lines(path: Path, step: int) -> None:
     """Drop the lines of a jsonl file that lie past `step` or were cut short, so that every step stands in it once."""
     if not path.exists():
         return
-    lines = path.read_text().splitlines(keepends=True)
+    drop_torn_line(path)
+    try:
+        rows = [row for row in read_rows(path) if row["step"] <= step]
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
     partial.replace(path)
 
 
@@ -548,10 +562,9 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
 def main() -> None:
     if len(sys.argv) > 2 or sys.argv[1:] in (["-h"], ["--help"]):
         raise SystemExit("usage: python train.py [recipe], or torchrun --nproc_per_node N train.py [recipe]")
-    try:
-        train(get_recipe(*sys.argv[1:]))
-    except (OSError, SafetensorError) as error:  # a disk that is full, files without permission
-        raise SystemExit(f"{error}. Mend that, then the same command resumes from the last checkpoint") from error
+    recipe = get_recipe(*sys.argv[1:])
+    with plain_errors(), alone_in(Path("out") / recipe.name, start_world()):
+        train(recipe)
     dist.destroy_process_group()
 
 
