@@ -41,6 +41,10 @@ setup() {
     [ -w . ] || fail "$PWD is not writable; clone the project into a folder of your own"
     local python
     python=$(find_python)
+    # One set-up at a time: the lock belongs to the open file 9, which ends with this script at the latest.
+    exec 9<requirements.txt
+    "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+    if cmp -s requirements.txt "$stamp"; then exec 9<&-; return; fi
     # An environment that was left half-made has no pip; it is made anew.
     "$PYTHON" -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv ||
         fail "could not make .venv with $python (see above); is there room on the disk?"
@@ -48,6 +52,7 @@ setup() {
     "$PYTHON" -m pip install --quiet --disable-pip-version-check -r requirements.txt ||
         fail "the packages could not be installed; see the message above (network? disk?), then run the same command again"
     cp requirements.txt "$stamp"
+    exec 9<&-
 }
 
 # Ctrl-C: a stage saves what it has and may end well, but the stages after it must not run.
