@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import captures
 import checkpoint
 import ranks
 import train
@@ -212,8 +213,8 @@ def test_captures_from_disk_change_nothing(recipe, tmp_path, monkeypatch, finish
     monkeypatch.setattr(train, "DATA", tmp_path)
     cached = dataclasses.replace(recipe, cache_captures=True)
     calls = []
-    sample = train.CaptureCache.sample
-    monkeypatch.setattr(train.CaptureCache, "sample", lambda self, *a: (calls.append(a[0]), sample(self, *a))[1])
+    sample = captures.CaptureCache.sample
+    monkeypatch.setattr(captures.CaptureCache, "sample", lambda self, *a: (calls.append(a[0]), sample(self, *a))[1])
     tokens = train.load_tokens(cached)
     out = train.train(cached, tmp_path / "out")
     files = list((tmp_path / "captures").glob("*/*.safetensors"))

@@ -10,8 +10,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
-import shutil
 import sys
 import time
 import traceback
@@ -21,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -30,9 +27,10 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import eval_deepspec
-from capture import Captured, bigram_markov_init, load_target
+from capture import bigram_markov_init, load_target
+from captures import CaptureCache, capture_batch, open_capture_cache
 from checkpoint import choose_checkpoint, full_tensors, load_counters, load_state, prune, save_checkpoint, set_aside
-from data_glm import DATA, drop_torn_line, load_tokens, read_rows
+from data_glm import drop_torn_line, load_tokens, read_rows
 from dspark import DSparkConfig, DSparkDraft, load_draft_tensors
 from ranks import (
     StopRequest,
@@ -47,7 +45,7 @@ from ranks import (
     whole,
 )
 from recipe import Recipe, get_recipe, recipe_hash
-from targets import plain_errors, target_path
+from targets import plain_errors
 
 BIGRAM_SAMPLES = 1024                            # of the corpus, for the Markov head's start
 SUMMED_METRICS = ("nonfinite_tokens", "blocks")  # counts; every other metric is a mean over the micro-steps
@@ -198,69 +196,6 @@ def make_optimizers(draft: torch.nn.Module, recipe: Recipe) -> dict[torch.optim.
     for p in matrices:
         muon.state[p] = {"momentum_buffer": torch.zeros_like(p.data)}
     return {adamw: recipe.lr, muon: recipe.muon_lr}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Captured states on disk
-
-
-class CaptureCache:
-    """The target's states of every sample on disk, for epochs after the first: (k + 1) * hidden * 4 bytes per token.
-
-    fp32 (13.8 KB per token of SmolLM2), because a run must not depend on whether a state came from disk.
-    """
-
-    def __init__(self, target, folder: Path):
-        self.target, self.folder = target, folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def capture(self, indices: list[int], input_ids: torch.Tensor, lengths: torch.Tensor) -> Captured:
-        """Samples `indices`, whose ids are the rows of input_ids [B, S] up to lengths [B]."""
-        states = [self.sample(index, ids[None, :length]) for index, ids, length in
-                  zip(indices, input_ids, lengths.tolist(), strict=True)]
-        context, final = (pad_sequence([state[key] for state in states], batch_first=True).to(input_ids.device)
-                          for key in ("context", "final"))
-        return Captured(context, final)
-
-    def sample(self, index: int, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        path = self.folder / f"{index}.safetensors"
-        if path.exists():
-            with contextlib.suppress(Exception):  # damaged by a power failure: captured again below
-                states = load_file(path)
-                if len(states["final"]) == input_ids.shape[1]:
-                    return states
-        captured = self.target.capture(input_ids, torch.ones_like(input_ids))
-        states = {"context": captured.context[0].float().cpu(), "final": captured.final[0].float().cpu()}
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        save_file(states, partial)
-        partial.replace(path)
-        return states
-
-
-def open_capture_cache(recipe: Recipe, target, tokens) -> CaptureCache | None:
-    """The cache of this target, these layers and this corpus; None, and a line saying so, when the disk has no room."""
-    digest = hashlib.sha256(f"{tokens.key} {recipe.min_supervised} {recipe.target_layer_ids} {target.dtype}".encode())
-    for path in sorted(target_path(recipe).rglob("*.safetensors")):
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    folder = DATA / "captures" / digest.hexdigest()[:16]
-    need = sum(len(tokens[i][0]) for i in range(len(tokens)))
-    need *= (len(recipe.target_layer_ids) + 1) * recipe.hidden_size * 4
-    have = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    DATA.mkdir(exist_ok=True)
-    free = shutil.disk_usage(DATA).free
-    fits = all(gather(need - have < 0.9 * free))
-    say(f"captured states: {need / 1e6:.0f} MB in {folder}, of which {have / 1e6:.0f} are there "
-        f"({free / 1e6:.0f} free)" + ("" if fits else ": too little room, so every epoch captures anew"))
-    return CaptureCache(target, folder) if fits else None
-
-
-def capture_batch(target, cache: CaptureCache | None, indices: list[int], input_ids, lengths) -> Captured:
-    """Captured states of samples `indices`, ids [B, S] up to lengths [B]; from disk where there is a cache."""
-    if cache is not None:
-        return cache.capture(indices, input_ids, lengths)
-    attention_mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
-    return target.capture(input_ids, attention_mask.to(input_ids.device))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
