@@ -409,7 +409,7 @@ assert checkpoint.choose_checkpoint(apart) is None
 # Gradients when rank 1 has nothing to learn from: those of rank 0's sample alone.
 target, tokens, grads = train.load_target(recipe, world.device), train.load_tokens(recipe), []
 for nothing in (False, True):
-    draft = train.make_draft(recipe, target, tokens, None, None)
+    draft = train.make_draft(recipe, target, None)
     train.shard(draft, world, torch.float32)
     input_ids, mask = (torch.as_tensor(x).long()[None] for x in tokens[0])
     if nothing and world.rank == 1:
