@@ -378,9 +378,9 @@ def run(options) -> dict:
     from transformers import AutoTokenizer
 
     from capture import load_target
-    from data_glm import load_task
+    from data_glm import BUILDERS, build_tasks, load_task
     from dspark import DSparkDraft
-    from ranks import alone_in, start_world
+    from ranks import alone_in, first_here_then_others, start_world
     from recipe import DEFAULT, load_recipe
     from targets import target_path
     for name in ("limit", "max_new_tokens"):
@@ -399,7 +399,10 @@ def run(options) -> dict:
         raise ValueError(f"{folder} has no recipe.json, so its target is unknown; name it with --target PATH")
     if options.target:                           # before it counts: journal and results name the target that ran
         recipe = replace(recipe, target=options.target)
-    names = agree_on_tasks(options.task or recipe.eval_tasks[:1], options.datasets)
+    names = options.task or recipe.eval_tasks[:1]
+    missing = tuple(n for n in names if n in BUILDERS and not (Path(options.datasets) / f"{n}.jsonl").is_file())
+    first_here_then_others(world, lambda: build_tasks(missing, Path(options.datasets)) if missing else None)
+    names = agree_on_tasks(names, options.datasets)
     for name in names:                           # a missing or broken file is known now, not after hours
         load_task(name, options.datasets)
     path = target_path(recipe)

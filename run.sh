@@ -79,10 +79,14 @@ evaluate() {
     out=out/$name
     say "eval: accept length by propose, verify, accept"
     mapfile -t plan < <("$PYTHON" -c '
-import sys
+import pathlib, sys
 from recipe import get_recipe
 r = get_recipe(*sys.argv[1:])
-print(r.eval_limit, r.eval_max_new_tokens, *(part for t in r.eval_tasks for part in ("--task", t)), sep="\n")' "$@")
+tasks = [t for t in r.eval_tasks if pathlib.Path(f"eval_datasets/{t}.jsonl").is_file()]
+if missing := sorted(set(r.eval_tasks) - set(tasks)):
+    print("left out, their files are not in eval_datasets/:", *missing, file=sys.stderr)
+print(r.eval_limit, r.eval_max_new_tokens, *(part for t in tasks for part in ("--task", t)), sep="\n")' "$@")
+    [ ${#plan[@]} -gt 2 ] || fail "no task file of this recipe is in eval_datasets/; python data_glm.py tasks builds them"
     limit=${plan[0]} new=${plan[1]} tasks=("${plan[@]:2}")
     "$PYTHON" eval_deepspec.py --draft "$out/step_0" --task "${tasks[1]}" --limit 4 --max-new-tokens "$new" \
         --temperature 0 --out "$out/eval-untrained"
