@@ -45,14 +45,14 @@ def resident_mb() -> float:
     return peak * (1 if sys.platform == "darwin" else 1024) / MB
 
 
-def timed(run) -> float:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
+def timed(run) -> dict:
+    """Wall clock and processor seconds (all threads) of one call."""
+    wait = torch.cuda.synchronize if DEVICE.type == "cuda" else lambda: None
+    wait()
+    start, cpu = time.perf_counter(), time.process_time()
     run()
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    wait()
+    return {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
 
 
 def measure(run, warm, repeats: int) -> dict:
@@ -61,7 +61,14 @@ def measure(run, warm, repeats: int) -> dict:
     warm()
     before = resident_mb()
     run()
-    return {"peak_mb": resident_mb() - before, "seconds": [timed(run) for _ in range(repeats)]}
+    return {"peak_mb": resident_mb() - before, "times": [timed(run) for _ in range(repeats)]}
+
+
+def medians(runs: list[dict]) -> dict:
+    """One record of several runs of a form: the median of each time and of the peak."""
+    times = [t for r in runs for t in r["times"]]
+    return {key: statistics.median(t[key] for t in times) for key in ("seconds", "cpu_seconds")} | {
+        "peak_mb": statistics.median(r["peak_mb"] for r in runs)}
 
 
 def in_processes(args, names: list[str]) -> dict[str, dict]:
@@ -72,8 +79,7 @@ def in_processes(args, names: list[str]) -> dict[str, dict]:
             out = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--form", name], check=True, text=True,
                                  stdout=subprocess.PIPE).stdout
             found[name].append(json.loads(out.splitlines()[-1]))
-    return {name: {"seconds": statistics.median(s for r in runs for s in r["seconds"]),
-                   "peak_mb": statistics.median(r["peak_mb"] for r in runs)} for name, runs in found.items()}
+    return {name: medians(runs) for name, runs in found.items()}
 
 
 def machine() -> dict:
@@ -209,16 +215,16 @@ def step_phases(args) -> dict:
 
     phases = {"capture": capture, "forward": forward, "backward": lambda: state["loss"].backward(),
               "optimizer": optimizer}
-    found = {name: {"seconds": [], "peak_mb": 0.0} for name in phases}
+    found = {name: {"times": []} for name in phases}
     for i in range(args.repeats + 1):
         for name, run in phases.items():
-            before, seconds = resident_mb(), timed(run)
+            before, times = resident_mb(), timed(run)
             if i == 0:
                 found[name]["peak_mb"] = resident_mb() - before      # what this phase is the first to need
             else:
-                found[name]["seconds"].append(seconds)
-    result = {name: {"seconds": statistics.median(r["seconds"]), "peak_mb": r["peak_mb"]} for name, r in found.items()}
-    return result | {"step": {key: sum(r[key] for r in result.values()) for key in ("seconds", "peak_mb")}}
+                found[name]["times"].append(times)
+    result = {name: medians([r]) for name, r in found.items()}
+    return result | {"step": {key: sum(r[key] for r in result.values()) for key in result["forward"]}}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,12 +234,13 @@ def step_phases(args) -> dict:
 def show(result: dict, base_of) -> dict:
     """Print a table; returns the result with the ratios of every name to the name that base_of gives for it."""
     ratios = {}
-    print(f"{'':>14}{'seconds':>10}{'extra MB':>10}{'time':>8}{'memory':>8}")
+    print(f"{'':>14}{'seconds':>10}{'cpu s':>10}{'extra MB':>10}{'ratios: time':>14}{'cpu':>8}{'memory':>8}")
     for name, r in result.items():
         base = result[base_of(name)]
-        ratios[name] = {key: r[key] / base[key] if base[key] else None for key in ("seconds", "peak_mb")}
-        time_ratio, memory_ratio = (f"{x:.3f}" if x is not None else "-" for x in ratios[name].values())
-        print(f"{name:>14}{r['seconds']:>10.3f}{r['peak_mb']:>10.0f}{time_ratio:>8}{memory_ratio:>8}")
+        ratios[name] = {key: r[key] / base[key] if base[key] else float("nan") for key in r}
+        wall, cpu, memory = ratios[name].values()
+        print(f"{name:>14}{r['seconds']:>10.3f}{r['cpu_seconds']:>10.3f}{r['peak_mb']:>10.0f}"
+              f"{wall:>14.3f}{cpu:>8.3f}{memory:>8.3f}")
     return result | {"ratios": ratios}
 
 
@@ -250,10 +257,13 @@ def main() -> None:
     parser.add_argument("--head", choices=("vanilla", "gated", "rnn", "none"), default="vanilla")
     parser.add_argument("--processes", type=int, default=3, help="fresh processes per form")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs per process")
+    parser.add_argument("--threads", type=int, help="1 and the processor seconds tell forms apart on a busy machine")
     parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--form", help=argparse.SUPPRESS)    # set in the processes that this one starts
     args = parser.parse_args()
     args.length = args.length or (1000 if args.what == "attention" else 250)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     make = {"objective": objective_step, "attention": attention_step}.get(args.what)
     if args.form:
         form, _, blocks = args.form.partition("@")

@@ -136,7 +136,7 @@ def test_small_byte_budgets_mean_small_slices(monkeypatch):
     row = 37 * 4
     monkeypatch.setitem(objective.BUFFER_BYTES, "cpu", 8 * row)
     monkeypatch.setitem(objective.CACHE_ROWS_BYTES, "cpu", row)
-    assert whole == [(0, 120)] and len(objective.slice_rows([4] * 30, None, 37, 4, "cpu")) == 15
+    assert whole == [(0, 40), (40, 80), (80, 120)] and len(objective.slice_rows([4] * 30, None, 37, 4, "cpu")) == 15
     assert_equal(outcome(draft, batch), full, 1e-10)
 
 
