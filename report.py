@@ -58,18 +58,19 @@ def draw(lines: list[dict], found: dict, title: str, path: Path) -> None:
         axis.plot(steps, values, color=color, alpha=0.25)
         axis.plot(steps, smooth(values), color=color)
         axis.set(xlabel="optimizer step", title=key)
+    task = next(iter(found[next(iter(found))]["samples"]))                        # what the draft was trained for
     for name, result in found.items():
-        overall, label = result["metrics"]["overall"], name.removeprefix("eval-")
-        axes[1, 0].plot(range(len(overall["accept_rate"])), overall["accept_rate"], marker="o", label=label)
+        metrics, label = result["metrics"][task], name.removeprefix("eval-")
+        axes[1, 0].plot(range(len(metrics["accept_rate"])), metrics["accept_rate"], marker="o", label=label)
         if name != "eval-untrained":
-            lengths = [n for part in result["samples"].values() for s in part for n in s["acceptance_lengths"]]
-            most = len(overall["accept_rate"]) + 1
+            lengths = [n for s in result["samples"][task] for n in s["acceptance_lengths"]]
+            most = len(metrics["accept_rate"]) + 1
             share = [lengths.count(n) / max(len(lengths), 1) for n in range(1, most + 1)]
             offset = 0.2 if name == "eval-t1" else -0.2
             axes[1, 1].bar([n + offset for n in range(1, most + 1)], share, 0.4,
-                           label=f"{label}: mean {overall['accept_len']:.2f}")
-    axes[1, 0].set(xlabel="position in the block", ylim=(0, 1), title="accept rate by position")
-    axes[1, 1].set(xlabel="accept length", ylabel="share of proposals", title="accept lengths")
+                           label=f"{label}: mean {metrics['accept_len']:.2f}")
+    axes[1, 0].set(xlabel="position in the block", ylim=(0, 1), title=f"accept rate by position, {task}")
+    axes[1, 1].set(xlabel="accept length", ylabel="share of proposals", title=f"accept lengths, {task}")
     for axis in axes[1]:
         axis.legend()
     figure.suptitle(title)
