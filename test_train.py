@@ -210,7 +210,7 @@ def test_a_drain_stands_before_every_forward_and_every_backward(recipe, tmp_path
 
 
 def test_captures_from_disk_change_nothing(recipe, tmp_path, monkeypatch, finished):
-    monkeypatch.setattr(train, "DATA", tmp_path)
+    monkeypatch.setattr(captures, "DATA", tmp_path)
     cached = dataclasses.replace(recipe, cache_captures=True)
     calls = []
     sample = captures.CaptureCache.sample
