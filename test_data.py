@@ -221,7 +221,7 @@ def prepared(tmp_path_factory):
     """A folder where `prepare tiny` ran undisturbed."""
     folder = tmp_path_factory.mktemp("prepared")
     process = run(folder, "prepare", "tiny")
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
     return folder
 
@@ -260,7 +260,7 @@ def test_killed_and_restarted_prepare_gives_the_same_file(prepared, tmp_path):
     (tmp_path / CORPUS).unlink(missing_ok=True)
     answers.write_bytes(lines[9] + lines[2] + lines[30] + lines[4][:50])
     process = run(tmp_path, "prepare", "tiny")
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=600)[0]
     assert "3 rows there, the target answers 29 more" in output
     assert (tmp_path / CORPUS).read_bytes() == (prepared / CORPUS).read_bytes() and not answers.exists()
 
