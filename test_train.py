@@ -224,21 +224,31 @@ def test_captures_from_disk_change_nothing(recipe, tmp_path, monkeypatch, finish
     assert same(weights(again / "latest"), weights(finished / "latest"))
 
 
-def test_a_non_finite_step_is_skipped_and_named(recipe, tmp_path, monkeypatch, capsys):
-    forward, calls = DSparkDraft.forward, []
+POISONED = RUN.replace("import train\n", """import os
+import train
+from dspark import DSparkDraft
+backbone, calls = DSparkDraft.backbone, []
+def poisoned(self, *args):                       # step 2, first micro-step, on the last rank
+    calls.append(1)
+    sick = len(calls) == 3 and os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", 1)) - 1)
+    return backbone(self, *args) * (float("inf") if sick else 1)
+DSparkDraft.backbone = poisoned
+""")
 
-    def poisoned(self, *args, **kwargs):
-        calls.append(1)
-        loss, metrics = forward(self, *args, **kwargs)
-        return (loss * float("nan") if len(calls) == 3 else loss), metrics  # step 2, first micro-step
 
-    monkeypatch.setattr(DSparkDraft, "forward", poisoned)
-    out = train.train(dataclasses.replace(recipe, max_steps=3, save_every=1, keep_checkpoints=9), tmp_path / "out")
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_non_finite_step_is_skipped_on_all_ranks_and_named(recipe, tmp_path, processes):
+    short = dataclasses.replace(recipe, max_steps=3, save_every=1, keep_checkpoints=9)
+    out = tmp_path / "out"
+    process = start(short, out, processes, script=POISONED)
+    message = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, message
     assert same(weights(out / "step_1"), weights(out / "step_2"))
     assert not same(weights(out / "step_2"), weights(out / "step_3"))
     assert json.loads((out / "step_3" / "trainer.json").read_text())["skipped_steps"] == 1
-    message = capsys.readouterr().err
-    assert "skipping step 2" in message and "fc.weight" in message and "samples [" in message
+    assert "skipping step 2" in message and "samples [" in message
+    assert "non-finite numerators: ce" in message and "non-finite inputs: hidden" in message
+    assert all(torch.isfinite(w).all() for w in weights(out / "step_3").values())
 
 
 def test_a_failing_evaluation_does_not_stop_training(recipe, tmp_path, monkeypatch, capsys, finished):

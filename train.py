@@ -266,16 +266,16 @@ class Journal:
         self.board.close()
 
 
-def culprits(draft: torch.nn.Module, metrics: dict, samples: list[int]) -> str:
-    """Who made a step non-finite: which metrics, and per rank which gradients and samples (collective)."""
+def culprits(draft: torch.nn.Module, metrics: dict, samples: list[int], complaints: list[str]) -> str:
+    """Who made a step non-finite: which metrics, and per rank which gradients, samples and terms (collective)."""
     def finite(grad: torch.Tensor) -> bool:
         return bool((grad.to_local() if isinstance(grad, DTensor) else grad).isfinite().all())
 
     bad = [name for name, p in draft.named_parameters() if p.grad is not None and not finite(p.grad)]
     odd = [key for key, value in metrics.items() if not math.isfinite(value)]
     return f"metrics {odd or 'all finite'}; " + "; ".join(
-        f"rank {rank}: {len(names)} gradients, first {names[0]}, samples {indices}"
-        for rank, (names, indices) in enumerate(gather((bad, samples))) if names)
+        f"rank {rank}: {len(names)} gradients, first {(names or ['none'])[0]}, samples {indices}; " + "; ".join(why)
+        for rank, (names, indices, why) in enumerate(gather((bad, samples, complaints))) if names or why)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -418,7 +418,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
             order, order_of = epoch_order(recipe.seed, epoch, len(tokens)), epoch
         batch = order[place * recipe.global_batch:(place + 1) * recipe.global_batch]
         rate = lr_at(step, recipe, plan.total_steps) * rewarm(step, counters["rewarm_since"], recipe)
-        loss_sum, own_tokens, own_samples, metrics = 0.0, 0, [], defaultdict(float)
+        loss_sum, own_tokens, own_samples, complaints, metrics = 0.0, 0, [], [], defaultdict(float)
 
         for i in range(plan.accumulation):
             with clock("data"):
@@ -442,6 +442,8 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
             loss_sum += loss.detach()
             own_tokens += int(lengths.sum())
             own_samples += samples
+            complaints += [f"samples {[samples[b] for b in rows]}: {why}" for rows, why in draft.complaints]
+            draft.complaints.clear()
             for key, value in measured.items():
                 metrics[key] += value if key in SUMMED_METRICS else value / plan.accumulation
 
@@ -456,7 +458,8 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
                     optimizer.step()
             else:                                # all ranks see the same norm, so all of them skip
                 counters["skipped_steps"] += 1
-                say(f"skipping step {step + 1}, gradient norm {grad_norm}: {culprits(draft, metrics, own_samples)}")
+                say(f"skipping step {step + 1}, gradient norm {grad_norm}: "
+                    + culprits(draft, metrics, own_samples, complaints))
             draft.zero_grad()
             totals = torch.tensor([float(loss_sum), own_tokens, stop()], dtype=torch.float64, device=world.device)
             dist.all_reduce(totals)
