@@ -558,7 +558,7 @@ def main() -> None:
     with plain_errors(ValueError):
         if args.command == "prepare":
             prepare(recipe)
-            build_tasks(tuple(name for name in recipe.eval_tasks if name in BUILDERS) or OFFLINE)
+            build_tasks(tuple(dict.fromkeys(OFFLINE + tuple(name for name in recipe.eval_tasks if name in BUILDERS))))
         elif args.command == "tasks":
             build_tasks(tuple(BUILDERS))
         elif args.command == "show":
