@@ -23,21 +23,13 @@ import bench
 import dspark
 import objective
 from dspark import Attention, DSparkConfig, DSparkDraft, Visibility, frozen_linear, rope_tables
+from test_dspark import one_thread  # noqa: F401 - tiny models, one thread
 
 HEADS = ("none", "vanilla", "gated", "rnn")
 SMALL = DSparkConfig(
     vocab_size=37, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
     intermediate_size=24, block_size=4, mask_token_id=36, target_layer_ids=(0, 2), num_target_layers=5,
     rope_theta=100.0, num_anchors=12, enable_confidence_head=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Everything here is tiny: a second thread only costs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_draft(head: str = "vanilla", dtype=torch.float64, bias: bool = False, **changes) -> DSparkDraft:
