@@ -18,14 +18,12 @@ Markov rank. Read next: capture.py (where context and final states come from), t
 import copy
 import dataclasses
 import functools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -33,7 +31,6 @@ from capture import check_layer_ids
 from objective import drop_nonfinite, explain_nonfinite, global_sum, vocabulary_terms_chunked, vocabulary_terms_full
 
 ATTENTION_GROUP = 16                                     # blocks that share one attention call off CUDA
-WRAPPER_PREFIXES = ("_orig_mod.", "module.", "draft_model.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -82,32 +79,9 @@ class DSparkConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "DSparkConfig":
-        """Read config.json; keys may also be nested under `dflash_config` or `dspark_config` (the latter wins)."""
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"no config.json in {folder}; expected the folder of a draft checkpoint")
-        raw = json.loads(path.read_text())
-        raw = {**raw, **(raw.get("dflash_config") or {}), **(raw.get("dspark_config") or {})}
-        rope = raw.get("rope_parameters") or {}
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"{path}: rope_type {rope['rope_type']!r} is not implemented; a draft needs plain RoPE")
-        thetas = {float(t) for t in (raw.get("rope_theta"), rope.get("rope_theta")) if t is not None}
-        if len(thetas) != 1:
-            raise ValueError(f"{path}: rope_theta is {sorted(thetas) or 'missing'} (top level and rope_parameters); "
-                             "write the one value in both places")
-        raw["rope_theta"] = thetas.pop()
-        for key in ("target_layer_ids", "layer_types", "eos_token_id"):
-            value = raw.get(key)
-            raw[key] = tuple(value) if isinstance(value, list | tuple) else () if value is None else (value,)
-        if not raw.get("use_sliding_window", raw.get("sliding_window") is not None):
-            raw["sliding_window"] = None
-        if not raw.get("head_dim") and raw.get("hidden_size") and raw.get("num_attention_heads"):
-            raw["head_dim"] = raw["hidden_size"] // raw["num_attention_heads"]
-        names = {f.name for f in dataclasses.fields(cls)}
-        required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
-        if missing := sorted(k for k in required if raw.get(k) in (None, ())):
-            raise ValueError(f"{path} lacks {missing}; it is not the config of a DSpark draft")
-        return cls(**{k: v for k, v in raw.items() if k in names}).validate()
+        """Read config.json, in whichever layout that export.py knows."""
+        from export import read_config
+        return cls(**read_config(folder)).validate()
 
     def validate(self) -> "DSparkConfig":
         check_layer_ids(self.target_layer_ids, self.num_target_layers)
@@ -133,17 +107,9 @@ class DSparkConfig:
         return self.sliding_window if self.layer_types and self.layer_types[layer] == "sliding_attention" else None
 
     def save(self, folder: str | Path) -> None:
-        """Write config.json in the DeepSpec layout, with every key that an engine would otherwise guess."""
-        shared = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids),
-                  "block_size": self.block_size}
-        values = dataclasses.asdict(self) | {
-            "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "hidden_act": "silu",
-            "sample_from_anchor": True,
-            "tie_word_embeddings": False, "use_sliding_window": self.sliding_window is not None,
-            "layer_types": list(self.layer_types) or ["full_attention"] * self.num_hidden_layers,
-            "eos_token_id": list(self.eos_token_id), "dtype": "float32", **shared, "dflash_config": shared,
-            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"}}
-        (Path(folder) / "config.json").write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+        """Write config.json in the DeepSpec layout."""
+        from export import save_config
+        save_config(self, folder)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -496,6 +462,7 @@ class DSparkDraft(nn.Module):
     def from_pretrained(cls, folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> "DSparkDraft":
         """Load a checkpoint strictly. dtype None keeps the file's. Embedding and head are taken from it when it has
         them."""
+        from export import load_draft_tensors
         config, tensors = DSparkConfig.from_pretrained(folder), load_draft_tensors(folder)
         dtype = dtype or next(iter(tensors.values())).dtype
         with torch.device("meta"):               # no random initialisation: loading leaves the random stream alone
@@ -512,11 +479,8 @@ class DSparkDraft(nn.Module):
     def load_tensors(self, tensors: dict[str, Tensor], where: str = "checkpoint") -> None:
         """Copy tensors in by name. Raises ValueError naming every missing, unknown or wrongly shaped one; nothing is
         partial."""
-        own = self.state_dict()
-        problems = [f"missing {n} {tuple(own[n].shape)}" for n in own if n not in tensors]
-        problems += [f"unknown {n} {tuple(tensors[n].shape)}" for n in tensors if n not in own]
-        problems += [f"{n} is {tuple(tensors[n].shape)}, expected {tuple(own[n].shape)}"
-                     for n in own if n in tensors and tensors[n].shape != own[n].shape]
+        from export import tensor_problems
+        problems = tensor_problems(self.state_dict(), tensors)
         if problems:
             raise ValueError(f"{where} does not fit this draft ({len(problems)} problems): " + "; ".join(problems[:8])
                              + (" ..." if len(problems) > 8 else ""))
@@ -683,25 +647,3 @@ def frozen_linear(weight: Tensor) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return layer
-
-
-def load_draft_tensors(folder: str | Path) -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors files, wrapper prefixes stripped. Raises on none, unreadable or
-    colliding ones."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no .safetensors file in {folder}; expected the folder of a draft checkpoint")
-    tensors: dict[str, Tensor] = {}
-    for path in files:
-        try:
-            with safe_open(path, "pt") as file:
-                found = {name: file.get_tensor(name) for name in file.keys()}                 # noqa: SIM118
-        except Exception as error:
-            raise ValueError(f"{path} cannot be read ({error}); it is damaged, use another checkpoint") from error
-        for name, tensor in found.items():
-            while prefix := next((p for p in WRAPPER_PREFIXES if name.startswith(p)), None):
-                name = name[len(prefix):]
-            if name in tensors:
-                raise ValueError(f"{folder} holds {name} twice (a file too many, or prefixed and unprefixed copies)")
-            tensors[name] = tensor
-    return tensors

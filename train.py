@@ -31,7 +31,8 @@ from capture import bigram_markov_init, load_target
 from captures import CaptureCache, capture_batch, open_capture_cache
 from checkpoint import choose_checkpoint, full_tensors, load_counters, load_state, prune, save_checkpoint, set_aside
 from data_glm import drop_torn_line, load_tokens, read_rows
-from dspark import DSparkConfig, DSparkDraft, load_draft_tensors
+from dspark import DSparkConfig, DSparkDraft
+from export import load_draft_tensors
 from ranks import (
     StopRequest,
     World,
