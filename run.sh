@@ -6,13 +6,13 @@ PYTHON=.venv/bin/python
 
 usage() {
     cat <<'END'
-bash run.sh setup            make .venv with the pinned packages
+bash run.sh setup [engine]   make .venv with the pinned packages, or .venv-sglang, .venv-vllm: the same beside an engine
 bash run.sh demo  [recipe]   set-up, target, corpus, training, evaluation, picture: the whole story (about 15 minutes on a laptop)
 bash run.sh data  [recipe]   the target, its corpus and the task files
 bash run.sh train [recipe]   train a draft; continues where it stopped
 bash run.sh eval  [recipe]   accept length of the newest checkpoint on the recipe's tasks
 bash run.sh report [recipe]  out/<recipe>/report.png and results.json from what the run left
-bash run.sh test             the base tests
+bash run.sh test [engines]   the base tests, or those of SGLang and vLLM in their own environments
 bash run.sh lint             ruff
 END
 }
@@ -53,6 +53,53 @@ setup() {
         fail "the packages could not be installed; see the message above (network? disk?), then run the same command again"
     cp requirements.txt "$stamp"
     exec 9<&-
+}
+
+# An engine's environment .venv-NAME: the packages of requirements-NAME.txt and, where that file does not pin another
+# version, those of requirements.txt. It is 3 GB, so it lies in the user's cache folder under a hash of the two files.
+setup_engine() {
+    local name=$1 list=requirements-$1.txt cache=${XDG_CACHE_HOME:-$HOME/.cache}/nanospec/envs python hash env whole
+    [ -f "$list" ] || fail "there is no engine named $name; there are: $(ls requirements-*.txt | sed 's/.*-//; s/.txt//' | xargs)"
+    python=$(find_python)
+    hash=$("$python" -c 'import hashlib, sys
+print(hashlib.sha256(b"".join(open(f, "rb").read() for f in sys.argv[1:])).hexdigest()[:12])' "$list" requirements.txt)
+    env=$cache/$name-$hash
+    mkdir -p "$cache" || fail "cannot write in $cache; mend its permissions or set XDG_CACHE_HOME"
+    # One at a time, as above. An environment without its stamp was left half-made.
+    exec 9>"$cache/lock"
+    "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+    if ! [ -f "$env/requirements.done" ] || ! "$env/bin/python" -c '' 2>/dev/null; then
+        say "setup: .venv-$name with the packages of $list and requirements.txt (about 3 GB, some minutes)"
+        rm -rf "$env"
+        "$python" -m venv "$env" || fail "could not make $env with $python (see above); is there room on the disk?"
+        whole=$(nvidia-smi >/dev/null 2>&1 && sed -n 's/^# cuda: //p' "$list") || true
+        if [ -n "$whole" ]; then set -- "$whole"; else set -- --no-deps -r "$list"; fi
+        "$env/bin/python" -m pip install --quiet --disable-pip-version-check "$@" &&
+            "$env/bin/python" -m pip freeze >"$env/engine.txt" &&
+            awk '{ split($1, part, "=="); name = tolower(part[1]); gsub("_", "-", name) }
+                 NR == FNR { have[name] = $0; next }
+                 /^[a-z]/ { print name in have ? have[name] : $1 }' \
+                "$env/engine.txt" requirements.txt >"$env/base.txt" &&
+            "$env/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts -r "$env/base.txt" ||
+            fail "the packages of $name could not be installed; see the message above (network? disk?), then run the same command again"
+        cat "$list" requirements.txt >"$env/requirements.done"
+    fi
+    exec 9>&-
+    ln -sfn "$env" ".venv-$name"
+}
+
+# The tests that run the real engines, each in its own environment. A skipped one counts as a failure: it tested nothing.
+test_engines() {
+    local name python
+    mkdir -p out
+    for name in sglang vllm; do
+        [ -f "test_$name.py" ] || continue
+        setup_engine "$name"
+        python=.venv-$name/bin/python
+        say "engine tests: $("$python" -m pip freeze 2>/dev/null | grep -E '^(sglang|vllm(-cpu)?|torch|transformers)==' | xargs)"
+        "$python" -m pytest -o addopts="-q -p no:cacheprovider -rs" --junitxml="out/test_$name.xml" "test_$name.py" "$@"
+        grep -q ' skipped="0"' "out/test_$name.xml" || fail "the tests named above were skipped: they count as failed"
+    done
 }
 
 # Ctrl-C: a stage saves what it has and may end well, but the stages after it must not run.
@@ -98,14 +145,14 @@ print(r.eval_limit, r.eval_max_new_tokens, *(part for t in tasks for part in ("-
 
 report() { "$PYTHON" report.py "$@"; }
 
-[ $# -le 2 ] || [ "$1" = test ] || fail "expected a command and at most one recipe, got: $*"
+[ $# -le 2 ] || [ "$1" = test ] || fail "expected a command and at most one name, got: $*"
 
 case "${1:-}" in
-    setup) setup ;;
+    setup) if [ $# -gt 1 ]; then setup_engine "$2"; else setup; fi ;;
     demo) shift; SECONDS=0; setup; data "$@"; train "$@"; evaluate "$@"; report "$@"; say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s" ;;
     data | train | report) command=$1; shift; setup; "$command" "$@" ;;
     eval) shift; setup; evaluate "$@" ;;
-    test) shift; setup; exec "$PYTHON" -m pytest "$@" ;;
+    test) shift; if [ "${1:-}" = engines ]; then test_engines "${@:2}"; else setup; exec "$PYTHON" -m pytest "$@"; fi ;;
     lint) setup; exec "$PYTHON" -m ruff check . ;;
     "" | help | -h | --help) usage ;;
     *) usage >&2; fail "there is no command named $1" ;;
