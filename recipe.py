@@ -32,7 +32,14 @@ class Recipe:
     rope_theta: float = 1_000_000.0
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 40_960
+    output_vocab_size: int = 0                   # ids from here on never come out of the target; 0: vocab_size
+    head_scale: float = 1.0                      # muP: the target multiplies its logits by this; folded into the head
+    embed_scale: float = 1.0                     # what its embedding module multiplies by, where only the table is read
+    embed_norm_key: str = ""                     # the norm that its embedding module applies, likewise
+    embed_key: str = "model.embed_tokens.weight"  # the two tensors of its checkpoint that the draft borrows
+    head_key: str = "lm_head.weight"             # the embedding's when the two are tied
     engine: str = "transformers"                 # who runs the target: "transformers" or "sglang"
+    engine_args: dict = dataclasses.field(default_factory=dict)   # for the engine, under its own names
     dtype: str = "bfloat16"                      # compute dtype on CUDA; CPUs always compute in float32
 
     # The draft.
@@ -132,6 +139,49 @@ def get_recipe(name: str | None = None) -> Recipe:
     return RECIPES[name]
 
 
+def count_parameters(recipe: Recipe) -> tuple[int, int]:
+    """(parameters that training changes, those of the target's embedding and head that the draft borrows)."""
+    H, D, V, r = recipe.hidden_size, recipe.head_dim, recipe.vocab_size, recipe.markov_rank
+    queries, keys = recipe.num_attention_heads * D, recipe.num_key_value_heads * D
+    layer = 2 * H * (queries + keys) + 3 * H * recipe.intermediate_size + 2 * H + 2 * D
+    head = {"vanilla": 0, "gated": (H + r + 1) * r, "rnn": (H + 2 * r + 1) * 3 * r}[recipe.markov_head_type]
+    markov = 2 * V * r + head if r else 0
+    confidence = H + (r if recipe.confidence_head_with_markov else 0) + 1 if recipe.enable_confidence_head else 0
+    trained = len(recipe.target_layer_ids) * H * H + 2 * H + recipe.num_draft_layers * layer + markov + confidence
+    return trained, V * H * (1 if recipe.head_key == recipe.embed_key else 2)
+
+
+def memory_plan(recipe: Recipe, gpus: int, tp: int = 1) -> dict[str, int]:
+    """Bytes per GPU of a training run on `gpus` GPUs with the target spread over `tp` of them, by what needs them.
+
+    bf16 compute, fp32 masters and moments in equal shards; between the micro-steps of an optimizer step the weights
+    stay gathered and the gradients unreduced in fp32. Activations are those that one micro-step keeps for its backward
+    at full length and with every anchor taken. The engine's own memory (weights, its cache) comes on top.
+    """
+    from objective import buffer_rows, slice_rows
+    H, S, V, K, r = recipe.hidden_size, recipe.max_length, recipe.vocab_size, recipe.block_size, recipe.markov_rank
+    queries, keys = recipe.num_attention_heads * recipe.head_dim, recipe.num_key_value_heads * recipe.head_dim
+    trained, frozen = count_parameters(recipe)
+    taps, rows = len(recipe.target_layer_ids), recipe.num_anchors * K
+    held = recipe.micro_batch if tp > 1 else max(1, recipe.micro_batch // gpus)      # samples that a target captures
+    own = held // tp if held % tp == 0 else held                                     # samples that a GPU trains on
+    layer = rows * (4 * H + 3 * queries + 3 * keys + 4 * recipe.intermediate_size) + S * 3 * keys
+    outside = S * (taps + 2) * H + rows * 2 * H
+    slices = slice_rows([K] * recipe.num_anchors * own, None, V, K, "cuda")
+    widest = max(b - a for a, b in slices)
+    buffers = sum(buffer_rows(slices, [widest], V, "cuda")) + buffer_rows(slices, [widest], V, "cuda")[2]
+    return {
+        "embedding and head, bf16": 2 * frozen,
+        "gathered weights, bf16": 2 * trained,
+        "gradients, fp32": 4 * trained + 4 * trained // gpus,
+        "masters, fp32": 4 * trained // gpus,
+        "Adam's moments, fp32": 8 * trained // gpus,
+        "captured states, bf16": 2 * (held + own) * S * (taps + 1) * H,
+        "activations, bf16": 2 * own * (recipe.num_draft_layers * layer + outside),
+        "objective": 4 * buffers * V + 2 * own * rows * 2 * (H + r) + 6 * V * r,
+    }
+
+
 # A random target made on the spot by targets.py. It learns nothing worth having; the whole pipeline runs in under a
 # minute.
 TINY = Recipe(
@@ -173,11 +223,22 @@ SMOLLM2 = dataclasses.replace(
 )
 
 QWEN3_8B = Recipe(
-    name="qwen3-8b", target="Qwen/Qwen3-8B", num_target_layers=36, target_layer_ids=(1, 9, 17, 25, 33),
+    name="qwen3-8b", target="Qwen/Qwen3-8B", num_target_layers=36, target_layer_ids=spread_layers(36, 5),
     hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=12_288,
-    vocab_size=151_936, mask_token_id=151_669, stop_token_ids=(151_645, 151_643),
-    micro_batch=1, corpus="mlabonne/open-perfectblend", chat_family="qwen3", thinking="off",
+    vocab_size=151_936, mask_token_id=151_669,   # the first row past the tokenizer
+    stop_token_ids=(151_645, 151_643), micro_batch=1, corpus="mlabonne/open-perfectblend", chat_family="qwen3",
+    thinking="off",
     eval_tasks=("gsm8k", "mbpp", "mt-bench"),
+)
+
+QWEN3_4B = dataclasses.replace(
+    QWEN3_8B, name="qwen3-4b", target="Qwen/Qwen3-4B", hidden_size=2560, intermediate_size=9728,
+    head_key="model.embed_tokens.weight",        # tied
+)
+
+QWEN3_14B = dataclasses.replace(
+    QWEN3_8B, name="qwen3-14b", target="Qwen/Qwen3-14B", num_target_layers=40, target_layer_ids=spread_layers(40, 5),
+    hidden_size=5120, num_attention_heads=40, intermediate_size=17_408,
 )
 
 GLM_52 = Recipe(
@@ -185,18 +246,35 @@ GLM_52 = Recipe(
     hidden_size=6144, num_attention_heads=64, num_key_value_heads=64, head_dim=64, intermediate_size=12_288,
     vocab_size=154_880, mask_token_id=154_856,   # a padded slot: the tokenizer never emits it
     stop_token_ids=(154_820, 154_827, 154_829), rope_theta=8_000_000.0, rms_norm_eps=1e-5, max_position_embeddings=8192,
-    engine="sglang", micro_batch=4, corpus="mgoin/open-perfectblend-glm5.2-regen", chat_family="glm-5.2", thinking="on",
+    engine="sglang", engine_args={"attention_backend": "dsa", "mem_fraction_static": 0.78, "context_length": 8192},
+    micro_batch=4, corpus="mgoin/open-perfectblend-glm5.2-regen", chat_family="glm-5.2", thinking="on",
     eval_tasks=("gsm8k", "mbpp", "mt-bench"),
 )
 
+# The 42-layer model of the family with the second backbone: six layers, eight taps evenly spread, the target's own
+# grouping of heads. Keys and values injected from the context, and attention local to the block, is what dspark.py
+# always does. Loss decay goes with the block: gamma 4 up to 8, 5 at 10, 7 at 16.
 INKLING = Recipe(
-    name="inkling", target="inkling", num_target_layers=42, target_layer_ids=(1, 6, 12, 17, 23, 28, 34, 39),
+    name="inkling", target="inkling", num_target_layers=42, target_layer_ids=spread_layers(42, 8),
     hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=12_288,
-    vocab_size=201_024,                          # padded: the tokenizer ends at 200058
+    vocab_size=201_024, output_vocab_size=200_058,   # the tokenizer's end; the rows behind it are padding
     mask_token_id=200_064, stop_token_ids=(200_006, 200_000, 200_002, 200_003),  # the tokenizer defines none
-    rope_theta=8_000_000.0, rms_norm_eps=1e-5, max_position_embeddings=8192, num_draft_layers=6,
+    head_scale=1 / 16,                           # hidden_size / 256, inverted; `recipe.py check` reads the config's
+    embed_key="model.llm.embed.weight", head_key="model.llm.unembed.weight",
+    embed_norm_key="model.llm.embed_norm.weight",
+    rope_theta=8_000_000.0, rms_norm_eps=1e-5, max_position_embeddings=8192, num_draft_layers=6, loss_decay_gamma=4.0,
     engine="sglang", micro_batch=4, corpus="", chat_family="inkling", thinking="on",
 )
 
-RECIPES = {r.name: r for r in (TINY, SMOLLM2_DEMO, SMOLLM2, QWEN3_8B, GLM_52, INKLING)}
+# Layers that slide over 1024 tokens, embedding and head tied, the text model nested in one that also sees.
+GEMMA3_4B = Recipe(
+    name="gemma-3-4b", target="google/gemma-3-4b-it", num_target_layers=34, target_layer_ids=spread_layers(34, 5),
+    hidden_size=2560, num_attention_heads=8, num_key_value_heads=4, head_dim=256, intermediate_size=10_240,
+    vocab_size=262_208, mask_token_id=262_207,   # a padded row: texts contain the <unused...> tokens
+    stop_token_ids=(1, 106), embed_scale=2560 ** 0.5, embed_key="language_model.model.embed_tokens.weight",
+    head_key="language_model.model.embed_tokens.weight", micro_batch=1, corpus="mlabonne/open-perfectblend",
+    chat_family="gemma", eval_tasks=("gsm8k", "mbpp", "mt-bench"),
+)
+
+RECIPES = {r.name: r for r in (TINY, SMOLLM2_DEMO, SMOLLM2, QWEN3_4B, QWEN3_8B, QWEN3_14B, GEMMA3_4B, GLM_52, INKLING)}
 DEFAULT = SMOLLM2_DEMO
