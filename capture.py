@@ -155,13 +155,8 @@ class HFSession:
             return
         while self.room < needed:
             self.room *= 2
-        grown = SlotCache(self.target.num_layers, slots=1, max_length=self.room, device=self.target.device)
-        if self.cache is not None:
-            for new, old in zip(grown.layers, self.cache.layers, strict=True):
-                new.lazy_initialization(old.keys, old.values)
-                new.keys[:, :, :old.keys.shape[2]], new.values[:, :, :old.values.shape[2]] = old.keys, old.values
-            grown.advance(self.length)
-        self.cache = grown
+        self.cache = (SlotCache(self.target.num_layers, 1, self.room, self.target.device) if self.cache is None
+                      else self.cache.grown(self.room))
 
 
 def load_target(recipe, device="cpu", path: str | Path | None = None) -> HFTarget:

@@ -115,10 +115,34 @@ class SlotCache(Cache):
     def copy(self, source: int, target: int) -> None:
         """Slot `target` becomes a copy of slot `source`."""
         n = self.lengths[target] = self.lengths[source]
-        for layer in self.layers:
-            layer.keys[target, :, :n] = layer.keys[source, :, :n]
-            layer.values[target, :, :n] = layer.values[source, :, :n]
+        for memory in (m for layer in self.layers for m in layer.memory.values()):
+            memory[target, ..., :n, :] = memory[source, ..., :n, :]
         self.use(self.first, self.last)
+
+    def grown(self, max_length: int) -> "SlotCache":
+        """A copy with more room."""
+        new = SlotCache(len(self.layers), self.slots, max_length, self.device)
+        for old_layer, layer in zip(self.layers, new.layers, strict=True):
+            layer.is_initialized = old_layer.is_initialized
+            for name, old in old_layer.memory.items():
+                layer.memory[name] = old.new_zeros(*old.shape[:-2], max_length, old.shape[-1])
+                layer.memory[name][..., :self.max_length, :] = old
+        new.lengths = list(self.lengths)
+        new.use(self.first, self.last)
+        return new
+
+    # Short convolutions: their inputs are kept like keys, so that they roll back with them.
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self.longest > 0
+
+    def update_conv_state(self, states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0,
+                          **kwargs) -> torch.Tensor:
+        """New inputs [B, C, n] of a convolution; returns them behind the conv_kernel_size inputs before them."""
+        if not self.uniform:
+            raise ValueError("rows of different lengths cannot share a short convolution; run them one by one")
+        seen = self.layers[layer_idx].write(f"conv{state_idx}", states.transpose(1, 2)).transpose(1, 2)  # [B, C, L]
+        wanted = conv_kernel_size + states.shape[2]
+        return F.pad(seen, (max(0, wanted - seen.shape[2]), 0))[..., -wanted:]
 
     # What transformers asks while it builds the mask.
     def get_query_offset(self, layer_idx: int = 0):
@@ -129,37 +153,42 @@ class SlotCache(Cache):
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values; sliding-window layers keep everything, the mask holds the window."""
-    is_sliding = False
+    """What one layer remembers, by name, each [slots, ..., max_length, D]: keys and values, and for some architectures
+    the keys of an indexer or the inputs of short convolutions. Sliding-window layers keep everything, the mask holds
+    the window; so every layer can be rolled back."""
+    is_sliding, record_past = False, True
 
     def __init__(self, cache: SlotCache):
         super().__init__()
-        self.cache = cache
+        self.cache, self.memory = cache, {}
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        # Zeros, not empty: a masked NaN would still poison the weighted sum of the values.
-        def room(states):
-            return states.new_zeros(self.cache.slots, states.shape[1], self.cache.max_length, states.shape[-1])
-        self.keys, self.values, self.is_initialized = room(key_states), room(value_states), True
+        self.is_initialized = True
 
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Write the new tokens [B, kvh, n, D] in place; returns views [B, kvh, L, D] up to the longest row."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        cache, n = self.cache, key_states.shape[2]
+    def write(self, name: str, new: torch.Tensor) -> torch.Tensor:
+        """Append new [B, ..., n, D] in place; returns a view [B, ..., L, D] up to the longest row."""
+        cache, n = self.cache, new.shape[-2]
         end = cache.longest + n
         if end > cache.max_length:
             raise ValueError(f"the key/value cache holds {cache.max_length} tokens per sequence and {end} are needed; "
                              "make it with a larger max_length")
-        keys, values = self.keys[cache.first:cache.last], self.values[cache.first:cache.last]
+        if name not in self.memory:              # zeros, not empty: a masked NaN would poison the sum of the values
+            self.memory[name] = new.new_zeros(cache.slots, *new.shape[1:-2], cache.max_length, new.shape[-1])
+        rows = self.memory[name][cache.first:cache.last]
         if cache.uniform:
-            keys[:, :, cache.longest:end] = key_states
-            values[:, :, cache.longest:end] = value_states
+            rows[..., cache.longest:end, :] = new
         else:
-            rows, places = torch.arange(len(keys), device=cache.device)[:, None], cache.positions(n)
-            keys[rows, :, places] = key_states.transpose(1, 2)
-            values[rows, :, places] = value_states.transpose(1, 2)
-        return keys[:, :, :end], values[:, :, :end]
+            each, places = torch.arange(len(rows), device=cache.device)[:, None], cache.positions(n)
+            rows[each, :, places] = new.transpose(1, 2)                             # [B, h, n, D]
+        return rows[..., :end, :]
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """New keys and values [B, kvh, n, D]; returns all of them [B, kvh, L, D]."""
+        return self.write("keys", key_states), self.write("values", value_states)
+
+    def update_indexer(self, keys: torch.Tensor) -> torch.Tensor:
+        """New indexer keys [B, n, D]; returns all of them [B, L, D]."""
+        return self.write("indexer", keys)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.longest + query_length, 0
