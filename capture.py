@@ -60,17 +60,15 @@ class HFTarget:
     def from_pretrained(cls, path: str | Path, layer_ids, dtype: torch.dtype | None = None, device="cpu") -> "HFTarget":
         """Load from a folder or hub name. dtype None: float32 on a CPU (bf16 is slower there), the file's own
         elsewhere."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.utils import is_flash_attn_2_available, logging
+        from transformers import AutoConfig
+        from transformers.utils import is_flash_attn_2_available
 
-        from kvcache import register_attention
-        logging.disable_progress_bar()           # loading takes a second; the bars that matter are ours
+        from targets import load_model
         cuda = torch.device(device).type == "cuda"
-        attention = ("flash_attention_2" if is_flash_attn_2_available() else "sdpa") if cuda else register_attention()
+        attention = ("flash_attention_2" if is_flash_attn_2_available() else "sdpa") if cuda else None
         check_layer_ids(layer_ids, AutoConfig.from_pretrained(path).get_text_config().num_hidden_layers)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or ("auto" if cuda else torch.float32),
-                                                     attn_implementation=attention)
-        return cls(model.to(device), layer_ids)
+        model = load_model(path, dtype or ("auto" if cuda else torch.float32), device, attention)
+        return cls(model, layer_ids)
 
     def _keeper(self, i: int):
         def hook(module, args, output):
@@ -159,6 +157,20 @@ class HFSession:
                       else self.cache.grown(self.room))
 
 
+def applied_head(head: nn.Linear, recipe) -> nn.Linear:
+    """lm_head as the target applies it: the recipe's head_scale folded into the weight (muP), and a bias that no logit
+    outweighs on ids from output_vocab_size on, the padding. The head itself where there is neither."""
+    end = recipe.output_vocab_size or head.weight.shape[0]
+    if recipe.head_scale == 1 and end >= head.weight.shape[0]:
+        return head
+    applied = nn.Linear(*head.weight.shape[::-1], device="meta").requires_grad_(False)
+    applied.weight = nn.Parameter((head.weight.float() * recipe.head_scale).to(head.weight.dtype), requires_grad=False)
+    bias = head.weight.new_zeros(len(head.weight)) if head.bias is None else head.bias.detach() * recipe.head_scale
+    bias[end:] = -1e30                           # finite: bf16 holds it, and its softmax is 0 all the same
+    applied.bias = nn.Parameter(bias, requires_grad=False)
+    return applied
+
+
 def load_target(recipe, device="cpu", path: str | Path | None = None) -> HFTarget:
     """The recipe's target, checked against the recipe before any compute."""
     from targets import target_path
@@ -172,6 +184,7 @@ def load_target(recipe, device="cpu", path: str | Path | None = None) -> HFTarge
                              ("embedding rows", target.vocab_size, recipe.vocab_size)):
         if have != want:
             raise ValueError(f"recipe {recipe.name} says {want} {name}, the target has {have}; correct recipe.py")
+    target.lm_head = applied_head(target.lm_head, recipe)
     return target
 
 

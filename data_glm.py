@@ -26,7 +26,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kvcache import SlotCache, register_attention
+import targets
+from capture import applied_head
+from kvcache import ATTENTION, SlotCache
 from recipe import Recipe, get_recipe
 from targets import check_mask_id, is_complete, locked, plain_errors, publish, sync, target_path
 
@@ -114,13 +116,8 @@ def stop_token_ids(target, tokenizer, draft_config) -> list[int]:
 
 def load_model(folder: Path, dtype: str):
     """The target as a transformers causal LM for `generate`: on the GPU in `dtype` if there is one, else in float32."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-    logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = getattr(torch, dtype) if device == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, attn_implementation=register_attention())
-    return model.to(device).eval()
+    return targets.load_model(folder, getattr(torch, dtype) if device == "cuda" else torch.float32, device)
 
 
 @torch.inference_mode()
@@ -136,10 +133,13 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, temperatures:
     if not prompts:
         return
     slots = min(slots, len(prompts))
-    device, head, stop_ids = model.device, model.get_output_embeddings(), set(stop_ids)
+    if model.config._attn_implementation != ATTENTION:           # the model's own masks are for rows of one length
+        slots = 1
+    device, decoder, head, stop_ids = model.device, model.get_decoder(), model.get_output_embeddings(), set(stop_ids)
     shared = len(os.path.commonprefix([*prompts, min(prompts, key=len)[:-1]]))     # leaves a token of every prompt
     room = max(map(len, prompts)) + max_new_tokens
-    cache = SlotCache(model.config.num_hidden_layers, slots + 1, room, device)     # the last slot keeps the prefix
+    layers = model.config.get_text_config().num_hidden_layers
+    cache = SlotCache(layers, slots + 1, room, device)                             # the last slot keeps the prefix
     waiting, rows = deque(range(len(prompts))), []                                 # rows[slot] = index of its prompt
     answers: dict[int, list[int]] = {}
     generators: dict[int, torch.Generator] = {}
@@ -147,8 +147,8 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, temperatures:
     def forward(ids: list[list[int]]) -> torch.Tensor:
         """Logits [B, V] after the last of ids [B, n]; the slots in use grow by n."""
         n = len(ids[0])
-        hidden = model.base_model(input_ids=torch.tensor(ids, device=device), position_ids=cache.positions(n),
-                                  past_key_values=cache).last_hidden_state
+        hidden = decoder(input_ids=torch.tensor(ids, device=device), position_ids=cache.positions(n),
+                         past_key_values=cache).last_hidden_state
         cache.advance(n)
         return head(hidden[:, -1]).float()
 
@@ -321,6 +321,7 @@ def answer_rows(recipe: Recipe, folder: Path, tokenizer, ids: list[int], questio
                 slots: int) -> Iterator[dict]:
     """Let the target answer questions[i] for every i of `ids`; yields corpus rows as they finish, shows progress."""
     model = load_model(folder, recipe.dtype)
+    model.set_output_embeddings(applied_head(model.get_output_embeddings(), recipe))
     stops = list(recipe.stop_token_ids) or stop_token_ids(model, tokenizer, None)
     prompts = [encode_prompt(questions[i], tokenizer, recipe.chat_family)[0].tolist() for i in ids]
     temperatures, seeds = zip(*(row_settings(recipe, i) for i in ids), strict=True)

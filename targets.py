@@ -89,6 +89,28 @@ def check_mask_id(recipe: Recipe, tokenizer) -> None:
                              "the target's tokenizer.json")
 
 
+def load_model(folder: str | Path, dtype, device="cpu", attention: str | None = None):
+    """The target of a folder as a transformers model, in eval mode: of the class that its config names, because not all
+    nested text models are known as causal LMs.
+
+    `attention` (None: ours, kvcache.py) is used where a layer's attention is a softmax over keys under a mask. Where
+    more goes in (sinks, biases by distance, keys chosen by an indexer) it is the model's own "eager": other
+    implementations drop what they do not know.
+    """
+    import transformers
+
+    from kvcache import register_attention
+    transformers.utils.logging.disable_progress_bar()            # loading takes a second; the bars that matter are ours
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    plain = (layers <= {"full_attention", "sliding_attention", "chunked_attention"}
+             and getattr(kind, "_supports_sdpa", True) and getattr(kind, "_supports_attention_backend", True))
+    model = kind.from_pretrained(folder, dtype=dtype,
+                                 attn_implementation=attention or register_attention() if plain else "eager")
+    return model.to(device).eval()
+
+
 # ---- made once -----------------------------------------------------------------------------------------------------
 
 
