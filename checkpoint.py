@@ -87,7 +87,7 @@ def save_checkpoint(out: Path, step: int, draft, optimizers, recipe: Recipe, cou
     tensors = full_tensors(draft, dtype)
     if rank == 0 and not problem:
         try:
-            draft.config.save(partial)
+            draft.config.save(partial, dtype)
             save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
             shutil.copymode(partial / "config.json", partial / "model.safetensors")  # save_file makes it private
             save_recipe(recipe, partial / "recipe.json")

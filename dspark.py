@@ -39,7 +39,7 @@ ATTENTION_GROUP = 16                                     # blocks that share one
 
 @dataclass(frozen=True)
 class DSparkConfig:
-    """Geometry of a draft, as config.json holds it. `validate` raises ValueError with the value and the mend."""
+    """Geometry of a draft, as config.json holds it (export.py)."""
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -50,7 +50,7 @@ class DSparkConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int = 0                   # 0: unknown, the checkpoint of others does not say
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
     max_position_embeddings: int = 40_960
@@ -80,36 +80,46 @@ class DSparkConfig:
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "DSparkConfig":
         """Read config.json, in whichever layout that export.py knows."""
-        from export import read_config
-        return cls(**read_config(folder)).validate()
+        from export import fields_of, read_values
+        return cls(**fields_of(read_values(folder)[0], cls)).validate()
+
+    def problems(self) -> list[str]:
+        """What makes no sense about these numbers, each with the value and the mend."""
+        found, ids = [], self.target_layer_ids
+        try:
+            check_layer_ids(ids, self.num_target_layers or max(ids, default=0) + 2)
+        except ValueError as error:
+            found.append(str(error))
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            found.append(f"mask_token_id {self.mask_token_id} is outside the embedding of {self.vocab_size} rows; "
+                         "choose a reserved id that the tokenizer never produces")
+        if self.num_attention_heads % self.num_key_value_heads:
+            found.append(f"{self.num_attention_heads} query heads are not a multiple of "
+                         f"{self.num_key_value_heads} key/value heads")
+        if self.block_size < 1 or self.head_dim % 2:
+            found.append(f"block_size {self.block_size} must be positive and head_dim {self.head_dim} even")
+        if self.markov_rank and self.markov_head_type not in ("vanilla", "gated", "rnn"):
+            found.append(f"markov_head_type {self.markov_head_type!r} is none of vanilla, gated, rnn")
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            found.append(f"layer_types names {len(self.layer_types)} layers, "
+                         f"num_hidden_layers is {self.num_hidden_layers}")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            found.append("layer_types has sliding_attention but sliding_window is not set")
+        return found
 
     def validate(self) -> "DSparkConfig":
-        check_layer_ids(self.target_layer_ids, self.num_target_layers)
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(f"mask_token_id {self.mask_token_id} is outside the embedding of {self.vocab_size} rows; "
-                             "choose a reserved id that the tokenizer never produces")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(f"{self.num_attention_heads} query heads are not a multiple of "
-                             f"{self.num_key_value_heads} key/value heads")
-        if self.block_size < 1 or self.head_dim % 2:
-            raise ValueError(f"block_size {self.block_size} must be positive and head_dim {self.head_dim} even")
-        if self.markov_rank and self.markov_head_type not in ("vanilla", "gated", "rnn"):
-            raise ValueError(f"markov_head_type {self.markov_head_type!r} is none of vanilla, gated, rnn")
-        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(f"layer_types names {len(self.layer_types)} layers, "
-                             f"num_hidden_layers is {self.num_hidden_layers}")
-        if "sliding_attention" in self.layer_types and not self.sliding_window:
-            raise ValueError("layer_types has sliding_attention but sliding_window is not set")
+        if found := self.problems():
+            raise ValueError("; ".join(found))
         return self
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, None for full attention."""
         return self.sliding_window if self.layer_types and self.layer_types[layer] == "sliding_attention" else None
 
-    def save(self, folder: str | Path) -> None:
-        """Write config.json in the DeepSpec layout."""
+    def save(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write config.json in the DeepSpec layout; dtype: that of the tensors beside it."""
         from export import save_config
-        save_config(self, folder)
+        save_config(self, folder, dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -389,6 +399,7 @@ class Supervision:
 class DSparkDraft(nn.Module):
     """The draft model. Trainable tensors only: the target's embedding and lm_head are attached by reference, never
     registered."""
+    config_class = DSparkConfig
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
@@ -462,19 +473,8 @@ class DSparkDraft(nn.Module):
     def from_pretrained(cls, folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> "DSparkDraft":
         """Load a checkpoint strictly. dtype None keeps the file's. Embedding and head are taken from it when it has
         them."""
-        from export import load_draft_tensors
-        config, tensors = DSparkConfig.from_pretrained(folder), load_draft_tensors(folder)
-        dtype = dtype or next(iter(tensors.values())).dtype
-        with torch.device("meta"):               # no random initialisation: loading leaves the random stream alone
-            draft = cls(config)
-        frozen = {k: tensors.pop(k) for k in ("embed_tokens.weight", "lm_head.weight") if k in tensors}
-        draft.load_tensors(tensors, where=str(folder))
-        if "embed_tokens.weight" in frozen:
-            embed, head = frozen["embed_tokens.weight"], frozen.get("lm_head.weight", frozen["embed_tokens.weight"])
-            draft.attach(nn.Embedding.from_pretrained(embed.to(device, dtype)), frozen_linear(head.to(device, dtype)))
-        elif frozen:
-            raise ValueError(f"{folder} has lm_head.weight without embed_tokens.weight; expected both or none")
-        return draft.to(device=device, dtype=dtype).eval()
+        from export import load_draft
+        return load_draft(cls, folder, dtype, device)
 
     def load_tensors(self, tensors: dict[str, Tensor], where: str = "checkpoint") -> None:
         """Copy tensors in by name. Raises ValueError naming every missing, unknown or wrongly shaped one; nothing is

@@ -364,8 +364,11 @@ def table(results: dict[str, dict], block_size: int) -> str:
 
 def foreign_recipe(config, target: str):
     """A recipe for a draft that came without one: geometry from its config, everything else DeepSpec's protocol."""
+    from transformers import AutoConfig
+
     from recipe import Recipe
-    return Recipe(name="foreign", target=str(target), num_target_layers=config.num_target_layers,
+    layers = config.num_target_layers or AutoConfig.from_pretrained(target).get_text_config().num_hidden_layers
+    return Recipe(name="foreign", target=str(target), num_target_layers=layers,
                   target_layer_ids=config.target_layer_ids, hidden_size=config.hidden_size,
                   num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads,
                   head_dim=config.head_dim, intermediate_size=config.intermediate_size, vocab_size=config.vocab_size,
@@ -380,6 +383,7 @@ def run(options) -> dict:
     from capture import load_target
     from data_glm import BUILDERS, build_tasks, load_task
     from dspark import DSparkDraft
+    from export import refuse_errors
     from ranks import alone_in, first_here_then_others, start_world
     from recipe import DEFAULT, load_recipe
     from targets import target_path
@@ -390,6 +394,7 @@ def run(options) -> dict:
         raise ValueError(f"--confidence-threshold must lie between 0 (off) and 1, got {options.confidence_threshold}")
     world = start_world()
     folder = Path(options.draft) if options.draft else newest_checkpoint(Path("out") / DEFAULT.name)
+    refuse_errors(folder, quiet=world.rank > 0)
     draft = DSparkDraft.from_pretrained(folder, device=world.device)
     if (folder / "recipe.json").is_file():
         recipe = load_recipe(folder / "recipe.json")

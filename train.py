@@ -27,12 +27,12 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import eval_deepspec
+import export
 from capture import bigram_markov_init, load_target
 from captures import CaptureCache, capture_batch, open_capture_cache
 from checkpoint import choose_checkpoint, full_tensors, load_counters, load_state, prune, save_checkpoint, set_aside
 from data_glm import drop_torn_line, load_tokens, read_rows
 from dspark import DSparkConfig, DSparkDraft
-from export import load_draft_tensors
 from ranks import (
     StopRequest,
     World,
@@ -46,7 +46,7 @@ from ranks import (
     whole,
 )
 from recipe import Recipe, get_recipe, recipe_hash
-from targets import plain_errors
+from targets import plain_errors, target_path
 
 BIGRAM_SAMPLES = 1024                            # of the corpus, for the Markov head's start
 SUMMED_METRICS = ("nonfinite_tokens", "blocks")  # counts; every other metric is a mean over the micro-steps
@@ -289,7 +289,7 @@ def make_draft(recipe: Recipe, target, folder: Path | None) -> DSparkDraft:
     draft = DSparkDraft(DSparkConfig.from_recipe(recipe)).configure_objective(recipe)
     draft.attach(target.embed_tokens, target.lm_head)
     if folder is not None:
-        tensors = load_draft_tensors(folder)
+        tensors = export.load_draft_tensors(folder)
         draft.load_tensors({name: tensor.float() for name, tensor in tensors.items()}, where=str(folder))
     draft.to(target.device)
     for p in draft.parameters():
@@ -495,6 +495,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
 
     if journal:
         journal.close()
+        export.refuse_errors(out / f"step_{done}", target_path(recipe))
     return out
 
 
