@@ -91,6 +91,16 @@ def test_slices_change_nothing(head, dtype, tolerance, chunk_blocks):
     assert_equal(outcome(draft, batch, chunk_blocks), full, tolerance)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("head", HEADS)
+def test_tiles_of_the_vocabulary_change_nothing(head, bias, monkeypatch):
+    """On a CPU fp32 products go to oneDNN in tiles: here three of 37 columns, the last one narrow."""
+    draft, batch = make_draft(head, torch.float32, bias), make_batch(torch.float32)
+    monkeypatch.setattr(objective, "TILE", 15)
+    assert objective.in_onednn(batch[1])
+    assert_equal(outcome(draft, batch), outcome(draft, batch, 0), 1e-5)
+
+
 OFF = {"no confidence": {"confidence_weight": 0.0}, "no L1": {"l1_weight": 0.0}, "no CE": {"ce_weight": 0.0},
        "CE only": {"l1_weight": 0.0, "confidence_weight": 0.0}}
 
