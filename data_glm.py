@@ -1,4 +1,4 @@
-"""Corpora and tasks: the target's own answers, chat rendering, loss masks, the token cache, evaluation prompts.
+"""Corpora and tasks: the target's own answers, loss masks, the token cache, evaluation prompts.
 
 A drafter imitates its target, so it trains on what the target itself writes. `prepare` lets the target answer the
 prompts of a task (greedily and sampled, every row by its own seed) and builds the evaluation files; `tokenize` renders
@@ -8,7 +8,7 @@ memory-mapped arrays; `show` prints samples with the supervised part in colour: 
     python data_glm.py prepare|tokenize|tasks|show [recipe] [--n 3]
 
 Read next: train.py, which calls `load_tokens`. The memory behind `generate` is in kvcache.py, the targets in
-targets.py.
+targets.py, the chat formats in chat.py.
 """
 import argparse
 import hashlib
@@ -28,88 +28,13 @@ from tqdm import tqdm
 
 import targets
 from capture import applied_head
+from chat import FAMILIES, MASK_VERSION, encode, encode_prompt, family_rule, stop_token_ids
 from kvcache import ATTENTION, SlotCache
 from recipe import Recipe, get_recipe
 from targets import check_mask_id, is_complete, locked, plain_errors, publish, sync, target_path
 
 DATA = Path("data")
 TASKS = Path("eval_datasets")
-MASK_VERSION = 1                                 # of the rules below; part of the cache key
-
-# ---- rendering and masks -------------------------------------------------------------------------------------------
-
-# What the target generates in an assistant turn: everything from the generation prompt through `end`. `after` is what
-# the template adds behind it, which nobody generates.
-FAMILIES = {
-    "chatml": {"end": "<|im_end|>", "after": "\n"},
-}
-
-
-def render(messages: list[dict], tokenizer, generation_prompt: bool = False) -> str:
-    """The conversation as the target's own chat template writes it."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(f"the tokenizer {tokenizer.name_or_path!r} has no chat template; put a chat_template.jinja "
-                         "into its folder")
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
-
-
-def encode(messages: list[dict], tokenizer, family: str, max_length: int | None = None) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation and 1 for every token that the target generates: assistant content and its end token.
-
-    One tokenisation with character offsets: a token is supervised when all its characters lie in a generated span.
-    Spans come from the deployment render: the prompt of turn i is a prefix of the whole, byte for byte, or ValueError.
-    """
-    rule, text, spans = FAMILIES[family], render(messages, tokenizer), []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt, turn = render(messages[:i], tokenizer, True), render(messages[:i + 1], tokenizer)
-        closing = rule["end"] + rule["after"]
-        if not (text.startswith(turn) and turn.startswith(prompt) and turn.endswith(closing)):
-            raise ValueError(f"message {i}: the template does not render the training text as the prompt that "
-                             f"deployment sends plus an answer ending in {closing!r}; is {family!r} this tokenizer's "
-                             "chat family?\n"
-                             f"prompt {prompt[-80:]!r}\ntext   {text[max(0, len(prompt) - 80):len(prompt) + 80]!r}")
-        spans.append((len(prompt), len(turn) - len(rule["after"])))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    ids, mask, waiting = encoded["input_ids"], [], list(spans)
-    for start, end in encoded["offset_mapping"]:
-        while waiting and waiting[0][1] <= start:
-            waiting.pop(0)
-        mask.append(int(bool(waiting) and waiting[0][0] <= start < end <= waiting[0][1]))
-    return ids[:max_length], mask[:max_length]
-
-
-def encode_prompt(text: str, tokenizer, family: str) -> torch.Tensor:
-    """Ids [1, S] of one user message with the generation prompt, as the target is asked at deployment."""
-    if family not in FAMILIES:
-        raise ValueError(f"no chat family named {family!r}; there are: {', '.join(FAMILIES)}")
-    prompt = render([{"role": "user", "content": text}], tokenizer, True)
-    return torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
-
-
-def stop_token_ids(target, tokenizer, draft_config) -> list[int]:
-    """What ends an answer: the target's generation config, else the tokenizer's eos, else the draft config's list.
-
-    `target` is an object with a generation_config (capture.py, transformers models), a checkpoint folder, or None;
-    `draft_config` an object or dict with stop_token_ids, or None. ValueError when nobody knows.
-    """
-    def listed(ids) -> list[int]:
-        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-    if isinstance(target, str | Path):
-        path = Path(target) / "generation_config.json"
-        known = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    else:
-        known = getattr(getattr(target, "generation_config", None), "eos_token_id", None)
-    from_draft = draft_config.get("stop_token_ids") if isinstance(draft_config, dict) else getattr(
-        draft_config, "stop_token_ids", None)
-    found = listed(known) or listed(getattr(tokenizer, "eos_token_id", None)) or listed(from_draft)
-    if not found:
-        raise ValueError("no stop token: neither the target's generation_config.json, nor its tokenizer, nor the "
-                         "draft's config names one; set stop_token_ids in the recipe")
-    return found
-
 
 # ---- generation ----------------------------------------------------------------------------------------------------
 
@@ -382,11 +307,11 @@ def corpus_rows(recipe: Recipe) -> Iterator[dict]:
 
 
 def encode_row(row: dict, tokenizer, recipe: Recipe) -> tuple[list[int], list[int], bool]:
-    """(ids, mask, whether it was cut) of a corpus row. The end token of an answer that ran out of length is not
-    supervised: the target never wrote it."""
-    ids, mask = encode(row["messages"], tokenizer, recipe.chat_family)
-    if row.get("finish_reason") == "length" and 1 in mask:
-        mask[len(mask) - 1 - mask[::-1].index(1)] = 0
+    """(ids, mask, whether it was cut) of a corpus row. A finish reason of the row is that of its last message."""
+    messages = row["messages"]
+    if "finish_reason" in row:
+        messages = [*messages[:-1], messages[-1] | {"finish_reason": row["finish_reason"]}]
+    ids, mask = encode(messages, tokenizer, recipe.chat_family, tools=row.get("tools"))
     return ids[:recipe.max_length], mask[:recipe.max_length], len(ids) > recipe.max_length
 
 
@@ -415,6 +340,9 @@ def load_tokens(recipe: Recipe) -> Tokens:
     survive the masks are wrong, and ValueError shows one of them.
     """
     from transformers import AutoTokenizer
+    if (mode := family_rule(recipe.chat_family)["thinking"]) != recipe.thinking:
+        raise ValueError(f"recipe {recipe.name!r} has thinking = {recipe.thinking!r}, but its chat family "
+                         f"{recipe.chat_family!r} has {mode!r}; choose the family that fits (chat.py)")
     folder = target_path(recipe)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     check_mask_id(recipe, tokenizer)
