@@ -9,11 +9,14 @@ hidden_states[i + 1]; -1 is the embedding output; the last decoder layer is forb
 its output after the final norm and engines disagree about it. Ids are strictly increasing. Read next: train.py (who
 captures and when it drains), eval_deepspec.py (sessions at work).
 """
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from targets import load_model, target_path
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,6 @@ class HFTarget:
         from transformers import AutoConfig
         from transformers.utils import is_flash_attn_2_available
 
-        from targets import load_model
         cuda = torch.device(device).type == "cuda"
         attention = ("flash_attention_2" if is_flash_attn_2_available() else "sdpa") if cuda else None
         check_layer_ids(layer_ids, AutoConfig.from_pretrained(path).get_text_config().num_hidden_layers)
@@ -105,8 +107,11 @@ class HFTarget:
         return HFSession(self)
 
     def drain(self) -> None:
-        """Wait for all device work. The training loop calls it before the draft's forward and before backward: work
-        that an engine queues on its own streams must not race the collectives of either. Nothing to wait for on a CPU.
+        """Wait for all device work; nothing to wait for on a CPU. The training loop calls it twice per micro-step.
+
+        An engine resets its pools on streams of its own. Work of its capture that is still queued when the draft's
+        forward launches FSDP's all-gathers races these, and what the forward leaves queued races those of backward:
+        either way some ranks never launch a collective that the others wait in.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -171,14 +176,94 @@ def applied_head(head: nn.Linear, recipe) -> nn.Linear:
     return applied
 
 
-def load_target(recipe, device="cpu", path: str | Path | None = None) -> HFTarget:
-    """The recipe's target, checked against the recipe before any compute."""
-    from targets import target_path
-    if recipe.engine != "transformers":
-        raise ValueError(f"recipe {recipe.name} asks for engine {recipe.engine!r}; "
-                         "this version runs 'transformers' only")
+class TargetEmbedding(nn.Embedding):
+    """A table whose rows pass through what the target's own embedding module does to them: a norm, a factor."""
+    scale, norm, eps = 1.0, None, 0.0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = super().forward(ids)
+        if self.norm is not None:
+            rows = nn.functional.rms_norm(rows, rows.shape[-1:], self.norm, self.eps)
+        return rows if self.scale == 1 else rows * torch.tensor(self.scale, dtype=rows.dtype)
+
+
+class TargetEmbeddingsAndHead:
+    """The two tensors that a draft borrows from its target, read alone by key: an engine holds the rest, in shards.
+
+    embed_tokens, lm_head: frozen modules over tables [V, H]; one table when the keys are equal or config.json ties
+    them. embed_norm (key of the norm's weight, its eps) and embed_scale: what the target's embedding module does to a
+    row. rows: allocate so many, zeros behind what the file holds (vocabularies that engines pad); 0: what it holds.
+    Raises ValueError when a key is missing, naming the ones that could be meant.
+    """
+
+    def __init__(self, path: str | Path, dtype: torch.dtype, device="cpu", *,
+                 embed_key: str = "model.embed_tokens.weight", head_key: str = "lm_head.weight",
+                 embed_scale: float = 1.0, embed_norm: tuple[str, float] = ("", 0.0), rows: int = 0):
+        def read(key: str) -> Tensor:
+            weight = read_tensor(Path(path), key)
+            if not weight.is_floating_point() or weight.element_size() < 2:
+                raise ValueError(f"{key} in {path} is stored as {weight.dtype}; embedding and head must not be "
+                                 "quantised")
+            return weight.to(device, dtype)
+
+        def read_table(key: str) -> Tensor:
+            table = read(key)
+            return torch.cat((table, table.new_zeros(max(0, rows - len(table)), table.shape[1]))) if rows else table
+
+        config = json.loads((Path(path) / "config.json").read_text())
+        tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False))
+        table = read_table(embed_key)
+        head = table if tied or head_key == embed_key else read_table(head_key)
+        if head.shape != table.shape:
+            raise ValueError(f"{embed_key} and {head_key} in {path} have shapes {tuple(table.shape)} and "
+                             f"{tuple(head.shape)}; they must be equal")
+        self.embed_tokens = TargetEmbedding.from_pretrained(table)
+        self.embed_tokens.scale = embed_scale
+        if embed_norm[0]:
+            self.embed_tokens.norm, self.embed_tokens.eps = read(embed_norm[0]), embed_norm[1]
+        self.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
+        self.lm_head.weight = nn.Parameter(head, requires_grad=False)
+
+
+def read_tensor(folder: Path, key: str) -> Tensor:
+    """One tensor of a safetensors checkpoint. ValueError naming the likely ones when there is none of that name."""
+    from safetensors import safe_open
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        file_of = json.loads(index.read_text())["weight_map"]
+    else:
+        file_of = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as content:
+                file_of |= dict.fromkeys(content.keys(), file.name)
+    if key not in file_of:
+        likely = [name for name in file_of if any(part in name for part in ("emb", "head", "wte"))]
+        raise ValueError(f"{folder} has no tensor {key!r}; of its {len(file_of)} tensors these could be meant: "
+                         f"{', '.join(likely) or 'none'}; set embed_key and head_key in the recipe (the same key twice "
+                         "when they are tied)")
+    with safe_open(folder / file_of[key], "pt") as content:
+        return content.get_tensor(key)
+
+
+def load_target(recipe, device="cpu", path: str | Path | None = None):
+    """The recipe's target on the recipe's engine, checked against the recipe before any compute.
+
+    With SGLang this is a collective of a node's ranks, over which the target is spread.
+    """
     dtype = getattr(torch, recipe.dtype) if torch.device(device).type == "cuda" else torch.float32
-    target = HFTarget.from_pretrained(path or target_path(recipe), recipe.target_layer_ids, dtype=dtype, device=device)
+    path, options = path or target_path(recipe), {"dtype": dtype, "device": device}
+    if recipe.engine == "transformers":
+        target = HFTarget.from_pretrained(path, recipe.target_layer_ids, **options)
+    elif recipe.engine == "sglang":
+        from sglang_target import SGLangTarget
+        heads = {"embed_key": recipe.embed_key, "head_key": recipe.head_key, "embed_scale": recipe.embed_scale,
+                 "embed_norm": (recipe.embed_norm_key, recipe.rms_norm_eps),
+                 "rows": recipe.vocab_size if recipe.output_vocab_size else 0}
+        target = SGLangTarget.from_pretrained(path, recipe.target_layer_ids, heads=heads, **options,
+                                              **recipe.engine_args)
+    else:
+        raise ValueError(f"recipe {recipe.name} asks for engine {recipe.engine!r}; there are 'transformers' and "
+                         "'sglang'")
     for name, have, want in (("layers", target.num_layers, recipe.num_target_layers),
                              ("hidden size", target.hidden_size, recipe.hidden_size),
                              ("embedding rows", target.vocab_size, recipe.vocab_size)):

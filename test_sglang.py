@@ -1,0 +1,157 @@
+"""Facts about the SGLang engine in this process: what it captures is what transformers computes, and it gives back.
+
+`bash run.sh test engines` runs this in .venv-sglang; the base tests leave it alone.
+"""
+from pathlib import Path
+
+import pytest
+import torch
+
+from capture import HFTarget
+from sglang_target import SGLangTarget
+
+HERE = Path(__file__).resolve().parent
+LAYERS = (0, 2, 4)
+LENGTHS = (37, 5, 48, 1)                         # of one batch; 48 fills pages of 16, 37 cuts one
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Folders of random tiny targets with six layers: qwen3 (tied head) and llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "head_dim": 16,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "eos_token_id": 1}
+    folders = {}
+    for name, config, model in (("qwen3", Qwen3Config(**shape, tie_word_embeddings=True), Qwen3ForCausalLM),
+                                ("llama", LlamaConfig(**shape, tie_word_embeddings=False), LlamaForCausalLM)):
+        torch.manual_seed(0)
+        made = model(config).float()
+        with torch.no_grad():                    # transformers' own start is so small that all states look alike
+            for weight in made.parameters():
+                weight.mul_(4) if weight.ndim == 2 else weight.add_(torch.randn_like(weight) * 0.2)
+        folders[name] = tmp_path_factory.mktemp(name)
+        made.save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints):
+    """engine(name, page, ...) loads a target; the one before it is closed, for a process holds one."""
+    live = {}
+
+    def load(name="qwen3", page=16, layers=LAYERS, hook=False, **engine_args):
+        key = (name, page, layers, hook, tuple(engine_args.items()))
+        if key not in live:
+            for target in live.values():
+                target.close()
+            live.clear()
+            live[key] = SGLangTarget.from_pretrained(checkpoints[name], layers, hook=hook, page_size=page,
+                                                     **engine_args)
+        return live[key]
+    yield load
+    for target in live.values():
+        target.close()
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoints):
+    return lambda name="qwen3", layers=LAYERS: HFTarget.from_pretrained(checkpoints[name], layers)
+
+
+def batch(lengths=LENGTHS, seed=0):
+    """Random ids [B, S], right-padded, and their mask."""
+    ids = torch.randint(3, 90, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed))
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return ids.masked_fill(~mask, 0), mask.long()
+
+
+@pytest.mark.parametrize("name, page, hook", [("qwen3", 1, False), ("qwen3", 16, False), ("qwen3", 16, True),
+                                              ("llama", 1, False), ("llama", 16, False), ("llama", 1, True)])
+def test_states_equal_transformers(engine, reference, name, page, hook):
+    target, want = engine(name, page, hook=hook), reference(name)
+    free, (ids, mask) = target.slots.free(), batch()
+    got, ref = target.capture(ids, mask), want.capture(ids, mask)
+    assert target.native is not hook
+    assert (got.context - ref.context).abs().max() < 1e-5 and (got.final - ref.final).abs().max() < 1e-5
+    assert got.context.abs().max() > 0.5
+    for k, layer in enumerate(LAYERS):                   # the order is the requested one: no other layer is near
+        stream = got.context[..., 64 * k:64 * (k + 1)]
+        others = reference(name, tuple(i for i in range(5) if i != layer)).capture(ids, mask).context
+        assert all((stream - other).abs().max() > 0.1 for other in others.split(64, -1))
+    alone = target.capture(ids[:1, :LENGTHS[0]])
+    assert (alone.context - got.context[:1, :LENGTHS[0]]).abs().max() < 1e-5
+    assert (alone.final - got.final[:1, :LENGTHS[0]]).abs().max() < 1e-5
+    assert target.slots.free() == free and not got.context[1, 5:].any() and not got.final[1, 5:].any()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sessions
+
+
+@pytest.mark.parametrize("kind", ["transformers", "page 1", "page 16"])
+def test_a_session_with_rollbacks_is_recomputing_from_scratch(engine, reference, kind):
+    target = reference() if kind == "transformers" else engine(page=int(kind.split()[1]))
+    free = None if kind == "transformers" else target.slots.free()
+    generator = torch.Generator().manual_seed(1)
+    tokens, crossed = torch.randint(3, 90, (21,), generator=generator).tolist(), set()
+    with target.session() as session:
+        seen = session.extend(torch.tensor([tokens]))
+        contexts, finals = [seen.context], [seen.final]
+        tokens.append(int(target.lm_head(seen.final[0, -1]).argmax()))
+        while len(tokens) < 221:                         # as a decode: verify a block, keep some of it, go on
+            start, block = len(tokens) - 1, torch.randint(3, 90, (7,), generator=generator).tolist()
+            seen = session.extend(torch.tensor([[tokens[-1], *block]]))
+            accepted = int(torch.randint(0, 8, (), generator=generator))
+            session.rollback(start + accepted + 1)
+            crossed.add((start + 8) // 16 - (start + accepted + 1) // 16)
+            contexts.append(seen.context[:, :accepted + 1])
+            finals.append(seen.final[:, :accepted + 1])
+            tokens += [*block[:accepted], int(target.lm_head(seen.final[0, accepted]).argmax())]
+        assert session.length == len(tokens) - 1 and crossed == {0, 1}
+        ids = torch.tensor([tokens[:-1]])
+        for whole in (target.capture(ids), reference().capture(ids)):
+            assert (torch.cat(contexts, 1) - whole.context).abs().max() < 1e-5
+            assert (torch.cat(finals, 1) - whole.final).abs().max() < 1e-5
+            chosen = target.lm_head(whole.final[0]).argmax(-1)
+            assert int(chosen[-1]) == tokens[-1] and int(chosen[20]) == tokens[21]
+        session.rollback(0)                              # to nothing, and on from there
+        again = session.extend(ids[:, :30])
+        assert (again.final - whole.final[:, :30]).abs().max() < 1e-5
+        with pytest.raises(ValueError, match="holds 30 tokens"):
+            session.rollback(31)
+    if free is not None:
+        assert target.slots.free() == free
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_every_slot_returns_whatever_raises(engine, monkeypatch, page):
+    target = engine(page=page)
+    pool, table = target.slots.free(), target.slots.table.available_size()
+    for keep in (None, 0, 5, 16, 17):                    # how far the body came before it failed
+        with pytest.raises(KeyError), target.session() as session:
+            if keep is not None:
+                session.extend(torch.arange(3, 40)[None])
+                session.rollback(keep)
+                assert target.slots.free() == pool - -(-keep // page) * page
+            raise KeyError
+        assert (target.slots.free(), target.slots.table.available_size()) == (pool, table)
+
+    def broken(*args):
+        raise RuntimeError("in the forward")
+    monkeypatch.setattr(target.runner, "forward", broken)
+    with pytest.raises(RuntimeError, match="in the forward"), target.session() as session:
+        session.extend(torch.arange(3, 40)[None])
+    with pytest.raises(RuntimeError, match="in the forward"):
+        target.capture(*batch())
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="do not fit the engine"), target.session() as session:
+        session.extend(torch.full((1, pool + 1), 5))
+    allocator = target.runner.token_to_kv_pool_allocator
+    taken = allocator.alloc(pool - 32)                   # others hold the pool: rows run one by one, and fit
+    ids, mask = batch()
+    with pytest.raises(ValueError, match="room for 32 more"):
+        target.capture(ids, mask)
+    allocator.free(taken)
+    assert (target.slots.free(), target.slots.table.available_size()) == (pool, table)
+    free_pages = allocator.free_pages.tolist()
+    assert len(set(free_pages)) == len(free_pages) == pool // page          # nothing was freed twice
