@@ -63,6 +63,7 @@ class DSparkConfig:
     confidence_head_with_markov: bool = False
     num_anchors: int = 512
     eos_token_id: tuple[int, ...] = ()
+    layout = "deepspec"                          # of the config.json that `save` writes
 
     @classmethod
     def from_recipe(cls, recipe) -> "DSparkConfig":
@@ -111,6 +112,15 @@ class DSparkConfig:
         if found := self.problems():
             raise ValueError("; ".join(found))
         return self
+
+    def keys(self) -> dict:
+        """What config.json says about this draft, beside what its layout always says."""
+        return dataclasses.asdict(self)
+
+    @property
+    def slots(self) -> int:
+        """Tokens that a block proposes: its last rows."""
+        return self.block_size
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, None for full attention."""
@@ -399,7 +409,7 @@ class Supervision:
 class DSparkDraft(nn.Module):
     """The draft model. Trainable tensors only: the target's embedding and lm_head are attached by reference, never
     registered."""
-    config_class = DSparkConfig
+    config_class, layer_class = DSparkConfig, Layer                  # dflash2.py has others
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
@@ -407,7 +417,7 @@ class DSparkDraft(nn.Module):
         H = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * H, H, bias=False)
         self.hidden_norm = nn.RMSNorm(H, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_class(config, i) for i in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(H, eps=config.rms_norm_eps)
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
@@ -492,6 +502,10 @@ class DSparkDraft(nn.Module):
         """[B, S, k*H] captured layers -> [B, S, H] context: projected and normalised once."""
         return self.hidden_norm(self.fc(captured))
 
+    def embed(self, ids: Tensor) -> Tensor:
+        """Block rows' token ids -> embeddings [..., H], in the draft's dtype."""
+        return self.embed_tokens(ids).to(self.fc.weight.dtype)
+
     def block_rows(self, input_ids: Tensor, anchors: Tensor) -> Tensor:
         """Token ids of the block rows [B, N, K]: the anchor's token, then masks."""
         rows = input_ids.new_full((*anchors.shape, self.config.block_size), self.config.mask_token_id)
@@ -505,7 +519,7 @@ class DSparkDraft(nn.Module):
         positions = (anchors[..., None] + torch.arange(K, device=anchors.device)).flatten(1)  # [B, N*K]
         rope = rope_tables(positions, c.head_dim, c.rope_theta, dtype)
         context_rope = rope_tables(torch.arange(S, device=anchors.device), c.head_dim, c.rope_theta, dtype)
-        x = self.embed_tokens(self.block_rows(input_ids, anchors)).to(dtype).flatten(1, 2)    # [B, N*K, H]
+        x = self.embed(self.block_rows(input_ids, anchors)).flatten(1, 2)                     # [B, N*K, H]
         context, visible = self.context(captured.to(dtype)), Visibility(anchors, keep, S, K)
         for layer in self.layers:
             x = layer(x, rope, context, context_rope, visible)
@@ -539,9 +553,9 @@ class DSparkDraft(nn.Module):
             anchors, keep = sample_anchors_seeded(loss_mask, self.config.num_anchors, seeds, lengths)
         if anchors.shape[1] == 0:                # no supervision: one dummy block keeps the ranks' collectives matched
             anchors, keep = (x.new_zeros(x.shape[0], 1) for x in (anchors, keep))
-        sup = Supervision.build(input_ids, loss_mask, anchors, keep, self.config.block_size, self.gamma)
+        sup = Supervision.build(input_ids, loss_mask, anchors, keep, self.config.slots, self.gamma)
         denominator = global_sum(sup.weight.sum()) + 1e-6
-        hidden = self.backbone(input_ids, context, anchors, keep)                             # [B, N, K, H]
+        hidden = self.backbone(input_ids, context, anchors, keep)[:, :, -self.config.slots:]  # [B, N, slots, H]
         return self.objective(hidden, final, sup, denominator, dropped)
 
     def objective(self, hidden: Tensor, final: Tensor | None, sup: Supervision, denominator: Tensor,
@@ -629,7 +643,7 @@ class DraftSession:
         c, K = self.draft.config, self.draft.config.block_size
         rope = self._rope(K)
         ids = self.draft.block_rows(last_token, torch.zeros_like(last_token))[:, 0]           # [1, K]
-        x = self.draft.embed_tokens(ids).to(self.keys.dtype)
+        x = self.draft.embed(ids)
         for i, layer in enumerate(self.draft.layers):
             window = c.window(i)
             mask = None if window is None else self._window_mask(K, window)

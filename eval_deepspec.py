@@ -58,6 +58,8 @@ def propose(draft, session, last_token: Tensor, temperature: float, threshold: f
     All K slots are sampled; a positive threshold cuts the proposal before the first slot whose confidence is below it.
     """
     hidden = session.block(last_token)                                                        # [1, K, H]
+    if hasattr(draft, "walk"):                   # DFlash and DFlash2
+        return Proposal(*draft.walk(hidden[0], last_token[0], temperature))
     base, K = draft.lm_head(hidden[0]), hidden.shape[1]                                       # [K, V]
     tokens, rows, logits_c, state, previous = [], [], [], None, last_token[0]
     for t in range(K):
@@ -275,7 +277,7 @@ def evaluate(target, draft, recipe, stop=lambda: False, folder="eval_datasets") 
             break
         samples = decode_task(name, target, draft, tokenizer, settings, stop=stop, folder=folder)
         if samples:
-            results[name] = summarise(samples, draft.config.block_size)
+            results[name] = summarise(samples, draft.config.slots)
     return results
 
 
@@ -382,7 +384,7 @@ def run(options) -> dict:
 
     from capture import load_target
     from data_glm import BUILDERS, build_tasks, load_task
-    from dspark import DSparkDraft
+    from dflash2 import read_draft
     from export import refuse_errors
     from ranks import alone_in, first_here_then_others, start_world
     from recipe import DEFAULT, load_recipe
@@ -395,7 +397,7 @@ def run(options) -> dict:
     world = start_world()
     folder = Path(options.draft) if options.draft else newest_checkpoint(Path("out") / DEFAULT.name)
     refuse_errors(folder, quiet=world.rank > 0)
-    draft = DSparkDraft.from_pretrained(folder, device=world.device)
+    draft = read_draft(folder, device=world.device)
     if (folder / "recipe.json").is_file():
         recipe = load_recipe(folder / "recipe.json")
     elif options.target:
@@ -429,11 +431,11 @@ def run(options) -> dict:
         for name in names:
             found = decode_task(name, target, draft, tokenizer, settings, journal, folder=options.datasets)
             samples[name] = [s for s in found if settings["limit"] is None or s["index"] < settings["limit"]]
-            results[name] = summarise(samples[name], draft.config.block_size)
+            results[name] = summarise(samples[name], draft.config.slots)
             everything = [s for part in samples.values() for s in part]
             value = identity | {"draft_folder": folder.name, "recipe": recipe.name, "target": recipe.target,
                                 "versions": {"torch": torch.__version__, "transformers": version("transformers")},
-                                "metrics": results | {"overall": summarise(everything, draft.config.block_size)},
+                                "metrics": results | {"overall": summarise(everything, draft.config.slots)},
                                 "samples": samples}
             if world.rank == 0:
                 write_json(out / "results.json", value)
@@ -441,7 +443,7 @@ def run(options) -> dict:
         shown = value["metrics"] if len(names) > 1 else results
         print(f"\n{recipe.name} {folder.name}, temperature {settings['temperature']}, "
               f"thinking {settings['thinking']}, {settings['max_new_tokens']} new tokens\n"
-              f"{table(shown, draft.config.block_size)}\n{out / 'results.json'}")
+              f"{table(shown, draft.config.slots)}\n{out / 'results.json'}")
     return value
 
 

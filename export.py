@@ -50,6 +50,8 @@ def places(*keys: str, nested: str = "dflash_config") -> dict[str, tuple[str, ..
     return {key: (key, f"{nested}.{key}") for key in keys}
 
 
+FLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+SERVING = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 ROPE = {"rope_theta": ("rope_theta", "rope_parameters.rope_theta"), "rope_type": ("rope_parameters.rope_type",)}
 BLOCK = ("block_size", "mask_token_id", "target_layer_ids")
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
@@ -59,6 +61,8 @@ LAYOUTS = {
     "vllm": Layout({"architectures": ["Qwen3DSparkModel"]}, places(*BLOCK) | ROPE),
     "sglang": Layout({"architectures": ["DSparkDraftModel"]},
                      places(*BLOCK, *HEADS, "num_target_layers", "sample_from_anchor") | ROPE, frozen=False),
+    "zlab": Layout({"sample_from_anchor": False, "use_cache": True},
+                   places(*BLOCK, *FLASH2, *SERVING) | ROPE, frozen=False),
     "speculators": Layout(
         {"architectures": ["Qwen3DSparkModel"], "speculators_model_type": "dspark", "speculators_config": {
             "algorithm": "dspark", "default_proposal_method": "greedy", "verifier": {},
@@ -76,6 +80,8 @@ def layout_of(raw: dict) -> str:
     """Name of the layout of a config.json. What vLLM reads is DeepSpec's layout, with or without embedding and head."""
     if "speculators_model_type" in raw:
         return "speculators"
+    if {"DFlashDraftModel", "DFlash2DraftModel"}.intersection(raw.get("architectures") or ()):
+        return "zlab"
     return "sglang" if raw.get("architectures") == ["DSparkDraftModel"] else "deepspec"
 
 
@@ -177,11 +183,11 @@ def fields_of(values: dict, kind=DSparkConfig) -> dict:
 
 
 def save_config(config: DSparkConfig, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write config.json in the DeepSpec layout, with every key that an engine would otherwise guess."""
-    values = dataclasses.asdict(config) | {
+    """Write config.json in the config's own layout, with every key that an engine would otherwise guess."""
+    values = config.keys() | {
         "use_sliding_window": config.sliding_window is not None, "dtype": str(dtype).removeprefix("torch."),
         "layer_types": list(config.layer_types) or ["full_attention"] * config.num_hidden_layers}
-    write_json(Path(folder) / "config.json", write_values(values, "deepspec"))
+    write_json(Path(folder) / "config.json", write_values(values, config.layout))
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -246,6 +252,14 @@ def full_vocabulary(tensors: dict[str, Tensor], vocab_size: int) -> tuple[dict[s
             rows = tensors[name]
             tensors[name] = rows.new_zeros(vocab_size, rows.shape[1]).index_copy(0, token, rows)
     return tensors, torch.full((vocab_size,), float("-inf")).index_fill(0, token, 0.0)
+
+
+def draft_kind(layout: str) -> type[DSparkDraft]:
+    """The class of the drafts that a layout holds."""
+    if layout != "zlab":
+        return DSparkDraft
+    from dflash2 import DFlash2Draft
+    return DFlash2Draft
 
 
 def load_draft(kind: type[DSparkDraft], folder: str | Path, dtype: torch.dtype | None = None, device="cpu"):
@@ -356,7 +370,8 @@ def findings(folder: str | Path, target: str | Path | None = None) -> list[Findi
 
     try:
         values, raw, name = read_values(folder)
-        config = DSparkConfig(**fields_of(values))
+        kind = draft_kind(name)
+        config = kind.config_class(**fields_of(values, kind.config_class))
     except (ValueError, TypeError) as problem:
         error(str(problem), "correct config.json by the recipe that trained the draft")
         return found
@@ -370,7 +385,7 @@ def findings(folder: str | Path, target: str | Path | None = None) -> list[Findi
         tensors = load_draft_tensors(folder, name)
         tensors, _ = full_vocabulary(tensors, config.vocab_size)
         with torch.device("meta"):
-            own = DSparkDraft(config).state_dict()
+            own = kind(config).state_dict()
         table_shape = torch.empty(config.vocab_size, config.hidden_size, device="meta")
         own |= {key: table_shape for key in FROZEN if key in tensors}
         for problem in tensor_problems(own, tensors):
@@ -388,7 +403,7 @@ def findings(folder: str | Path, target: str | Path | None = None) -> list[Findi
         error(f"speculative_tokens is {tokens}, block_size {config.block_size} makes {speculative_tokens(values)}")
     if (folder / "recipe.json").is_file():
         from recipe import load_recipe
-        ours = dataclasses.asdict(DSparkConfig.from_recipe(load_recipe(folder / "recipe.json")))
+        ours = dataclasses.asdict(kind.config_class.from_recipe(load_recipe(folder / "recipe.json")))
         for key, value in dataclasses.asdict(config).items():
             if ours[key] != value and key != "layer_types":
                 error(f"{key} is {value}, recipe.json trained it with {ours[key]}")

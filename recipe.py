@@ -43,7 +43,7 @@ class Recipe:
     dtype: str = "bfloat16"                      # compute dtype on CUDA; CPUs always compute in float32
 
     # The draft.
-    draft: str = "dspark"
+    draft: str = "dspark"                        # dspark, dflash or dflash2
     block_size: int = 7
     num_draft_layers: int = 5
     markov_rank: int = 256                       # 0: no Markov head
@@ -51,6 +51,10 @@ class Recipe:
     markov_init: str = "random"                  # "bigram": start from the target's own bigrams (train.py, CPU recipes)
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
+    conv_kernel_size: int = 2                    # DFlash2: taps of the convolutions
+    conv_group_size: int = 16                    # channels that share a dynamic kernel
+    selector_rank: int = 256
+    selector_top_k: int = 16                     # candidates per slot
 
     # The objective.
     num_anchors: int = 512                       # blocks per sample
@@ -58,6 +62,7 @@ class Recipe:
     l1_weight: float = 0.9
     confidence_weight: float = 1.0
     loss_decay_gamma: float = 4.0                # weight of slot t is exp(-t / gamma)
+    selector_loss_weight: float = 1.0            # DFlash2
 
     # The optimizer.
     optimizer: str = "adamw"                     # "muon" on the CPU recipes: for matrices, AdamW for the rest
@@ -222,6 +227,12 @@ SMOLLM2 = dataclasses.replace(
     eval_tasks=("gsm_symbolic", "humaneval", "gsm8k"),
 )
 
+# DFlash2 on the same target and corpus. Blocks of 8 rows propose 7 tokens, as DSpark's of 7 do.
+SMOLLM2_DFLASH2 = dataclasses.replace(
+    SMOLLM2_DEMO, name="smollm2-dflash2", draft="dflash2", block_size=8, selector_rank=64, markov_init="random",
+    loss_decay_gamma=7.0,
+)
+
 QWEN3_8B = Recipe(
     name="qwen3-8b", target="Qwen/Qwen3-8B", num_target_layers=36, target_layer_ids=spread_layers(36, 5),
     hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=12_288,
@@ -234,6 +245,12 @@ QWEN3_8B = Recipe(
 QWEN3_4B = dataclasses.replace(
     QWEN3_8B, name="qwen3-4b", target="Qwen/Qwen3-4B", hidden_size=2560, intermediate_size=9728,
     head_key="model.embed_tokens.weight",        # tied
+)
+
+# The published co-training run: GRPO on GSM8K with mgoin/Qwen3-4B-speculator.dflash2 as the first drafter.
+QWEN3_4B_DFLASH2 = dataclasses.replace(
+    QWEN3_4B, name="qwen3-4b-dflash2", draft="dflash2", block_size=8, num_anchors=64, loss_decay_gamma=7.0, lr=1e-5,
+    weight_decay=1e-2, max_length=2048,
 )
 
 QWEN3_14B = dataclasses.replace(
@@ -276,5 +293,6 @@ GEMMA3_4B = Recipe(
     chat_family="gemma", eval_tasks=("gsm8k", "mbpp", "mt-bench"),
 )
 
-RECIPES = {r.name: r for r in (TINY, SMOLLM2_DEMO, SMOLLM2, QWEN3_4B, QWEN3_8B, QWEN3_14B, GEMMA3_4B, GLM_52, INKLING)}
+RECIPES = {r.name: r for r in (TINY, SMOLLM2_DEMO, SMOLLM2, SMOLLM2_DFLASH2, QWEN3_4B, QWEN3_4B_DFLASH2,
+                                QWEN3_8B, QWEN3_14B, GEMMA3_4B, GLM_52, INKLING)}
 DEFAULT = SMOLLM2_DEMO

@@ -50,10 +50,15 @@ def collect(out: Path) -> tuple[list[dict], dict]:
     return lines, found
 
 
+def tau_key(lines: list[dict]) -> str:
+    """DSpark logs the expected accept length under its teacher, DFlash the greedy one."""
+    return "tau_probabilistic" if "tau_probabilistic" in lines[-1] else "tau_greedy"
+
+
 def draw(lines: list[dict], found: dict, title: str, path: Path) -> None:
     figure, axes = plt.subplots(2, 2, figsize=(11, 7))
     steps = [line["step"] for line in lines]
-    for axis, key, color in ((axes[0, 0], "loss", "tab:blue"), (axes[0, 1], "tau_probabilistic", "tab:green")):
+    for axis, key, color in ((axes[0, 0], "loss", "tab:blue"), (axes[0, 1], tau_key(lines), "tab:green")):
         values = [line[key] for line in lines]
         axis.plot(steps, values, color=color, alpha=0.25)
         axis.plot(steps, smooth(values), color=color)
@@ -82,14 +87,16 @@ def draw(lines: list[dict], found: dict, title: str, path: Path) -> None:
 def report(recipe: Recipe, out: Path) -> None:
     """Write and print the report of the run in `out`."""
     lines, found = collect(out)
-    tau = smooth([line["tau_probabilistic"] for line in lines])
-    training = {"steps": lines[-1]["step"], "tau_probabilistic_first": tau[0], "tau_probabilistic_last": tau[-1],
+    key = tau_key(lines)
+    tau = smooth([line[key] for line in lines])
+    training = {"steps": lines[-1]["step"], f"{key}_first": tau[0], f"{key}_last": tau[-1],
                 "last": lines[-1]}
     write_json(out / "results.json", {"recipe": recipe.name, "training": training, "evaluations": found})
-    draw(lines, found, f"{recipe.name}: a DSpark draft for {recipe.target}", out / "report.png")
-    print(f"\ntraining: {training['steps']} steps, tau_probabilistic {tau[0]:.3f} -> {tau[-1]:.3f} (smoothed)")
+    draw(lines, found, f"{recipe.name}: a {recipe.draft} draft for {recipe.target}", out / "report.png")
+    print(f"\ntraining: {training['steps']} steps, {key} {tau[0]:.3f} -> {tau[-1]:.3f} (smoothed)")
     for name, result in found.items():
-        print(f"\n{name.removeprefix('eval-')}\n{table(result['metrics'], recipe.block_size)}")
+        slots = len(next(iter(result["metrics"].values()))["accept_rate"])
+        print(f"\n{name.removeprefix('eval-')}\n{table(result['metrics'], slots)}")
     print(f"\n{out / 'report.png'}\n{out / 'results.json'}")
 
 

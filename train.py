@@ -32,7 +32,8 @@ from capture import bigram_markov_init, load_target
 from captures import CaptureCache, capture_batch, open_capture_cache
 from checkpoint import choose_checkpoint, full_tensors, load_counters, load_state, prune, save_checkpoint, set_aside
 from data_glm import drop_torn_line, load_tokens, read_rows
-from dspark import DSparkConfig, DSparkDraft
+from dflash2 import new_draft
+from dspark import DSparkDraft
 from ranks import (
     StopRequest,
     World,
@@ -253,7 +254,8 @@ class Journal:
 
     def write(self, line: dict) -> None:
         self.bar.update()
-        self.bar.set_postfix_str(f"loss {line['loss']:.3f}, tau {line['tau_probabilistic']:.3f}, "
+        tau = line.get("tau_probabilistic", line.get("tau_greedy"))
+        self.bar.set_postfix_str(f"loss {line['loss']:.3f}, tau {tau:.3f}, "
                                  f"{line['tokens_per_s']:.0f} tokens/s")
         if line["step"] % self.log_every == 0 or line["step"] == self.total_steps:
             self.file.write(json.dumps(line) + "\n")
@@ -286,7 +288,7 @@ def culprits(draft: torch.nn.Module, metrics: dict, samples: list[int], complain
 def make_draft(recipe: Recipe, target, folder: Path | None) -> DSparkDraft:
     """The draft of a checkpoint folder, loaded strictly, or a fresh one when folder is None; equal on every rank."""
     torch.manual_seed(recipe.seed)
-    draft = DSparkDraft(DSparkConfig.from_recipe(recipe)).configure_objective(recipe)
+    draft = new_draft(recipe)
     draft.attach(target.embed_tokens, target.lm_head)
     if folder is not None:
         tensors = export.load_draft_tensors(folder)
@@ -338,7 +340,7 @@ def evaluate(target, draft: DSparkDraft, recipe: Recipe, out: Path, step: int, d
     A failing evaluation prints its traceback and training goes on, its random state as it was.
     """
     try:
-        copy = DSparkDraft(draft.config).attach(target.embed_tokens, target.lm_head)
+        copy = new_draft(recipe).attach(target.embed_tokens, target.lm_head)
         copy.load_tensors(full_tensors(draft, dtype))
         with torch.random.fork_rng():
             results = eval_deepspec.evaluate(target, copy.to(target.device, dtype).eval(), recipe, stop=stop)
