@@ -310,6 +310,8 @@ def convert(src: str | Path, dst: str | Path, to: str, *, source: str | None = N
     from checkpoint import flush
     src, dst, layout = Path(src), Path(dst), LAYOUTS[to]
     values, _, name = read_values(src, source)
+    if (name == "zlab") != (to == "zlab"):
+        raise ValueError(f"{src} is in the {name} layout, whose drafts the {to} layout cannot hold")
     tensors = load_draft_tensors(src, name)
     if errors := [f for f in findings(src, target) if f.level == "error"]:
         raise ValueError(f"{src} is not whole, nothing was written:\n" + table(errors))
