@@ -198,13 +198,16 @@ def load_state(folder: Path, draft, optimizers) -> bool:
     return True
 
 
-def load_counters(folder: Path, recipe: Recipe, corpus: dict) -> dict:
-    """trainer.json. A changed recipe is reported, another corpus refused (SystemExit): its order is another."""
+def load_counters(folder: Path, recipe: Recipe, counters: dict) -> dict:
+    """`counters` as they stood at a checkpoint. A changed recipe is reported, another corpus refused (SystemExit): its
+    order is another."""
     trainer = json.loads((folder / "trainer.json").read_text())
     before, now = asdict(load_recipe(folder / "recipe.json")), asdict(recipe)
     if changed := [f"{key} {before[key]} -> {now[key]}" for key in now if before[key] != now[key]]:
         say(f"the recipe has changed since {folder.name}: {', '.join(changed)}")
-    if was := {key: trainer[key] for key in corpus if trainer[key] != corpus[key]}:
-        raise SystemExit(f"{folder} was trained on another corpus ({was}, now {corpus}); bring that one back, or "
-                         f"move {folder.parent} away to start anew")
-    return trainer
+    facts = ("corpus", "samples")
+    if was := {key: trainer[key] for key in facts if trainer[key] != counters[key]}:
+        raise SystemExit(f"{folder} was trained on another corpus ({was}, now {[counters[key] for key in facts]}); "
+                         f"bring that one back, or move {folder.parent} away to start anew")
+    carried = ("rewarm_since", "skipped_steps", "tokens", "rollbacks", "recent_ce")
+    return counters | {key: trainer[key] for key in carried if key in trainer}

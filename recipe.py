@@ -73,6 +73,7 @@ class Recipe:
     weight_decay: float = 0.0
     grad_clip: float = 1.0                       # global norm over all ranks
     rewarm_steps: int = 64                       # linear ramp after a resume that lost Adam's moments
+    rollback_steps: int = 0                      # back to the last good checkpoint when CE doubles within so many steps
 
     # The batch: global_batch = streams x micro-batch x accumulation; the loop derives the accumulation.
     global_batch: int = 512
@@ -88,6 +89,7 @@ class Recipe:
     save_every: int = 16
     keep_checkpoints: int = 3
     log_every: int = 1
+    wandb: str = ""                              # project to log to, beside the files in out/; needs the package wandb
     cache_captures: bool = False                 # keep captured states on disk between epochs (small targets only)
     evals_per_epoch: int = 10
     eval_tasks: tuple[str, ...] = ()             # empty: every task file in eval_datasets/

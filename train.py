@@ -2,26 +2,30 @@
 
 Every optimizer step takes the next global batch of the corpus, asks the frozen target for its hidden states, trains the
 draft on them and writes down what happened; `train`, at the bottom, reads in that order. What stands above it are pure
-functions of the step (learning rate, order of data, share of a rank), the optimizers and the journal. The loop does not
-know which engine runs the target (capture.py does) nor what the loss means (dspark.py does).
+functions of the step (learning rate, order of data), the journal and the parts of the loop. It does not know which
+engine runs the target (capture.py does), what the loss means (dspark.py) nor how a batch is cut (plan.py).
 Read next: checkpoint.py (how a run survives) and eval_deepspec.py (how good the draft is).
 """
 import contextlib
+import functools
 import hashlib
+import importlib.util
 import json
 import math
 import sys
 import time
 import traceback
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -30,10 +34,21 @@ import eval_deepspec
 import export
 from capture import bigram_markov_init, load_target
 from captures import CaptureCache, capture_batch, open_capture_cache
-from checkpoint import choose_checkpoint, full_tensors, load_counters, load_state, prune, save_checkpoint, set_aside
+from checkpoint import (
+    choose_checkpoint,
+    full_tensors,
+    load_counters,
+    load_state,
+    prune,
+    save_checkpoint,
+    set_aside,
+    steps_in,
+)
 from data_glm import drop_torn_line, load_tokens, read_rows
 from dflash2 import new_draft
 from dspark import DSparkDraft
+from optimizers import make_optimizers, split_like
+from plan import Plan, describe, make_plan
 from ranks import (
     StopRequest,
     World,
@@ -51,10 +66,12 @@ from targets import plain_errors, target_path
 
 BIGRAM_SAMPLES = 1024                            # of the corpus, for the Markov head's start
 SUMMED_METRICS = ("nonfinite_tokens", "blocks")  # counts; every other metric is a mean over the micro-steps
+ROLLBACK_LR = 0.5                                # factor on the learning rate after each rollback
+SHOWN_PHASES = ("capture", "forward", "backward")                # whose shares of the time stand beside the bar
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Pure functions of the step: learning rate, order of data, who trains on what
+# Pure functions of the step: learning rate and order of data
 
 
 def lr_at(step: int, recipe: Recipe, total_steps: int) -> float:
@@ -88,116 +105,6 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> list[int]:
     """The samples of an epoch in reading order; a resume in mid-epoch reads exactly those that were not read yet."""
     generator = torch.Generator().manual_seed(sample_seed(seed, epoch, -1))
     return torch.randperm(num_samples, generator=generator).tolist()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a global batch is cut: into micro-steps of `micro` consecutive samples of the epoch's order, each of which is
-    split over `replicas` targets, and each target's part over the `tp` ranks that share it."""
-    micro: int
-    accumulation: int                            # micro-steps per optimizer step
-    replicas: int
-    tp: int
-    scatter: bool                                # False: all ranks of a target train on its whole part
-    steps_per_epoch: int                         # whole global batches
-    total_steps: int
-
-    def part(self, rank: int, samples: list[int]) -> tuple[list[int], slice]:
-        """(the samples of a micro-step that this rank's target captures, the slice of them this rank trains on)."""
-        replica, lane = divmod(rank, self.tp)
-        held = self.micro // self.replicas
-        own = held // self.tp if self.scatter else held
-        first = lane * own if self.scatter else 0
-        return samples[replica * held:(replica + 1) * held], slice(first, first + own)
-
-
-def make_plan(recipe: Recipe, num_samples: int, world_size: int, tp: int = 1) -> Plan:
-    """Derive the accumulation; SystemExit with the numbers when something does not divide.
-
-    With tp > 1 every target takes `micro_batch` samples. With tp = 1 all ranks together do, so that a micro-step holds
-    the same samples at any world size; where there are more ranks than samples, each rank takes one.
-    """
-    replicas = world_size // tp
-    micro = recipe.micro_batch * replicas if tp > 1 else max(recipe.micro_batch, world_size)
-    if micro % replicas:
-        fitting = [n for n in range(1, micro + 1) if micro % n == 0]
-        raise SystemExit(f"{recipe.name}: micro_batch {recipe.micro_batch} does not split over {world_size} processes; "
-                         f"start one of {fitting}, or change micro_batch in recipe.py")
-    if recipe.global_batch % micro:
-        raise SystemExit(f"{recipe.name}: global_batch {recipe.global_batch} is not a multiple of {micro}, the samples "
-                         f"of one micro-step ({world_size} processes, micro_batch {recipe.micro_batch}); change one of "
-                         "them in recipe.py, or the number of processes")
-    steps_per_epoch = num_samples // recipe.global_batch
-    if steps_per_epoch == 0:
-        raise SystemExit(f"{recipe.name}: {num_samples} samples do not fill one global batch of {recipe.global_batch}; "
-                         "use a larger corpus or a smaller global_batch (recipe.py)")
-    return Plan(micro, recipe.global_batch // micro, replicas, tp, micro // replicas % tp == 0, steps_per_epoch,
-                recipe.max_steps or recipe.epochs * steps_per_epoch)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Optimizers
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum whose update is replaced by the nearest orthogonal matrix (K. Jordan, 2024).
-
-    torch's own Muon iterates in bf16, which is ten times slower on a CPU without AMX. A sharded gradient is gathered,
-    every rank iterates on the whole matrix and keeps its own rows, so the update does not depend on the world size.
-    """
-
-    def __init__(self, matrices, lr: float, momentum: float = 0.95):
-        super().__init__(matrices, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                buffer = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-                update = split_like(orthogonalise(whole(p.grad.lerp(buffer, group["momentum"]))), p)   # Nesterov
-                p.add_(update, alpha=-group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
-
-
-def split_like(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """A tensor that every rank holds whole, sharded as the parameter p is."""
-    if not isinstance(p, DTensor):
-        return tensor
-    return DTensor.from_local(tensor, p.device_mesh, [Replicate()]).redistribute(placements=p.placements)
-
-
-def orthogonalise(matrix: torch.Tensor) -> torch.Tensor:
-    """About U V' of matrix = U S V': five Newton-Schulz steps in fp32 bring singular values to between 0.7 and 1.2."""
-    x = matrix.float()
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
-    x = x / (x.norm() + 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.T if tall else x
-
-
-def make_optimizers(draft: torch.nn.Module, recipe: Recipe) -> dict[torch.optim.Optimizer, float]:
-    """{optimizer: its learning rate at the schedule's peak}. Muon takes `fc` and the layers' matrices, AdamW the rest.
-
-    The moments are made here rather than in the first step, so that a checkpoint finds them to write and to load into.
-    """
-    if recipe.optimizer not in ("adamw", "muon"):
-        raise SystemExit(f"{recipe.name}: optimizer {recipe.optimizer!r} is neither adamw nor muon; mend recipe.py")
-    matrices, rest = [], []
-    for name, p in draft.named_parameters():
-        for_muon = recipe.optimizer == "muon" and p.ndim == 2 and name.startswith(("fc.", "layers."))
-        (matrices if for_muon else rest).append(p)
-    adamw = torch.optim.AdamW(rest, lr=recipe.lr, weight_decay=recipe.weight_decay)
-    for p in rest:
-        adamw.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(p.data),
-                          "exp_avg_sq": torch.zeros_like(p.data)}
-    if not matrices:
-        return {adamw: recipe.lr}
-    muon = Muon(matrices, recipe.muon_lr)
-    for p in matrices:
-        muon.state[p] = {"momentum_buffer": torch.zeros_like(p.data)}
-    return {adamw: recipe.lr, muon: recipe.muon_lr}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,32 +148,62 @@ def cut_lines(path: Path, step: int) -> None:
 
 
 class Journal:
-    """metrics.jsonl, TensorBoard and the progress bar, on rank 0."""
+    """metrics.jsonl, TensorBoard's event file, wandb where the recipe names a project, the progress bar; on rank 0.
+
+    Events are written here and now: TensorBoard's own writer does it in a thread, whose errors nobody catches.
+    """
 
     def __init__(self, out: Path, recipe: Recipe, step: int, total_steps: int):
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, and rank 0 alone needs it
         cut_lines(out / "metrics.jsonl", step)
         cut_lines(out / "evals.jsonl", step)
-        self.log_every, self.total_steps = recipe.log_every, total_steps
+        self.out, self.recipe, self.total_steps = out, recipe, total_steps
         self.file = (out / "metrics.jsonl").open("a")
-        self.board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+        (out / "tensorboard").mkdir(exist_ok=True)
+        self.board = RecordWriter((out / "tensorboard" / f"events.out.tfevents.{time.time_ns()}").open("wb"))
+        self.event(file_version="brain.Event:2")
+        self.event(step=step + 1, session_log=SessionLog(status=SessionLog.START))  # void: what lies past it
+        self.run = None
+        if recipe.wandb:
+            import wandb
+            identity = out / "wandb_id"                                               # the same run after a resume
+            if not identity.exists():
+                identity.write_text(f"{recipe.name}-{time.time_ns()}")
+            self.run = wandb.init(project=recipe.wandb, name=recipe.name, id=identity.read_text(), resume="allow",
+                                  dir=out, config=vars(recipe))
+            self.run.define_metric("*", step_metric="step")
         self.bar = tqdm(total=total_steps, initial=step, desc=recipe.name, unit="step", dynamic_ncols=True)
+
+    def event(self, **fields) -> None:
+        self.board.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
     def write(self, line: dict) -> None:
         self.bar.update()
         tau = line.get("tau_probabilistic", line.get("tau_greedy"))
-        self.bar.set_postfix_str(f"loss {line['loss']:.3f}, tau {tau:.3f}, "
-                                 f"{line['tokens_per_s']:.0f} tokens/s")
-        if line["step"] % self.log_every == 0 or line["step"] == self.total_steps:
-            self.file.write(json.dumps(line) + "\n")
-            self.file.flush()
-            for key, value in line.items():
-                self.board.add_scalar(key, value, line["step"])
+        shares = "/".join(f"{100 * line.get(f'share_{phase}', 0):.0f}" for phase in SHOWN_PHASES)
+        self.bar.set_postfix_str(
+            f"loss {line['loss']:.3f}, tau {tau:.3f}, {line['tokens_per_s']:.0f} tokens/s, "
+            f"{line['samples_per_s']:.1f} samples/s, {shares}% {'/'.join(SHOWN_PHASES)}")
+        if line["step"] % self.recipe.log_every and line["step"] != self.total_steps:
+            return
+        self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        values = [Summary.Value(tag=key, simple_value=value) for key, value in line.items()]
+        self.event(step=line["step"], summary=Summary(value=values))
+        self.board.flush()
+        if self.run:
+            self.run.log(line)
+
+    def back_to(self, step: int) -> "Journal":
+        """This journal without the lines past `step`, open to go on from there."""
+        self.close()
+        return Journal(self.out, self.recipe, step, self.total_steps)
 
     def close(self) -> None:
         self.bar.close()
         self.file.close()
         self.board.close()
+        if self.run:
+            self.run.finish()
 
 
 def culprits(draft: torch.nn.Module, metrics: dict, samples: list[int], complaints: list[str]) -> str:
@@ -358,9 +295,40 @@ def evaluate(target, draft: DSparkDraft, recipe: Recipe, out: Path, step: int, d
         say(f"step {step}: accept length {mean:.3f}" + (", the best so far" if mean > best else ""))
 
 
-def crosses(step: int, interval: float) -> bool:
-    """Whether (step - 1, step] holds a multiple of `interval`, in steps and perhaps fractional."""
-    return math.floor(step / interval + 1e-9) > math.floor((step - 1) / interval + 1e-9)
+def evaluation_due(recipe: Recipe, plan: Plan, out: Path, step: int) -> bool:
+    """Whether an evaluation after `step` steps is wanted (evenly spread, though an interval need not be whole) and not
+    in evals.jsonl yet (collective)."""
+    before, now = (math.floor(n * recipe.evals_per_epoch / plan.steps_per_epoch + 1e-9) for n in (step - 1, step))
+    path = out / "evals.jsonl"
+    return step > 0 and now > before and not gather(
+        path.exists() and any(row["step"] == step for row in read_rows(path)))[0]
+
+
+def collapsed(recent: list, step: int, ce: float, window: int) -> int | None:
+    """Note the cross-entropy of `step` in `recent`; where it is twice the least of the `window` steps before, that
+    step. A skipped step's is not finite and says nothing."""
+    if not window or not math.isfinite(ce):
+        return None
+    least, low = min(recent, default=[math.inf, 0])
+    recent.append([ce, step])
+    del recent[:-window]
+    return low if ce > 2 * least else None
+
+
+def roll_back(out: Path, low: int, draft: DSparkDraft, optimizers, recipe: Recipe, counters: dict) -> int:
+    """Load the newest checkpoint that is no newer than step `low`, the last good one, and halve the learning rate from
+    there on (collective). Returns its step. SystemExit where none is left."""
+    everyone = gather([step for step in steps_in(out) if 0 < step <= low])
+    good = max(set.intersection(*map(set, everyone)), default=None)
+    if good is None:
+        raise SystemExit(f"the draft has collapsed: its cross-entropy doubled after step {low}, and no checkpoint is "
+                         "that old. Lower lr_scale in recipe.py and start anew, or keep_checkpoints longer")
+    set_aside(out, after=good)
+    load_state(out / f"step_{good}", draft, optimizers)
+    counters |= load_counters(out / f"step_{good}", recipe, counters) | {"rollbacks": counters["rollbacks"] + 1}
+    say(f"the draft has collapsed: its cross-entropy doubled after step {low}. Back to step {good}, with "
+        f"{ROLLBACK_LR ** counters['rollbacks']:g} of the learning rate")
+    return good
 
 
 @signals_restored()
@@ -374,6 +342,11 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
     except OSError as error:
         raise SystemExit(f"cannot write in {out}: {error}; mend its permissions or make room") from error
 
+    if recipe.wandb and importlib.util.find_spec("wandb") is None:
+        raise SystemExit(f"{recipe.name}: the recipe logs to wandb project {recipe.wandb!r}, but the package is not "
+                         "installed: .venv/bin/python -m pip install wandb, or wandb = \"\" in recipe.py")
+    stop, clock = StopRequest(), Clock()
+
     # What every rank must hold alike, before anything expensive starts.
     agree(recipe=recipe_hash(recipe), torch=torch.__version__)
     tokens = first_here_then_others(world, lambda: load_tokens(recipe))
@@ -382,25 +355,27 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
     resumed = choose_checkpoint(out)
     set_aside(out, after=-1 if resumed is None else resumed)
     start, folder = resumed or 0, None if resumed is None else out / f"step_{resumed}"
-    if start >= plan.total_steps:
+    due = functools.partial(evaluation_due, recipe, plan, out)
+    if start >= plan.total_steps and not due(start):
         say(f"{recipe.name}: all {plan.total_steps} steps are done, see {folder}")
         return out
 
-    # Target, draft, optimizers; where the run stands.
-    target = first_here_then_others(world, lambda: load_target(recipe, world.device))
+    # Target, draft, optimizers; where the run stands. A target over several ranks is loaded by all of them at once.
+    if plan.tp > 1:
+        target = load_target(recipe, world.device)
+    else:
+        target = first_here_then_others(world, lambda: load_target(recipe, world.device))
     cache = open_capture_cache(recipe, target, tokens) if recipe.cache_captures and plan.tp == 1 else None
     draft = make_draft(recipe, target, folder)
     shard(draft, world, dtype)
     optimizers = make_optimizers(draft, recipe)
-    stop, clock = StopRequest(), Clock()
-    corpus = {"corpus": tokens.key, "samples": len(tokens)}
-    counters = {"recipe_hash": recipe_hash(recipe), **corpus, "world_size": world.size, "rewarm_since": None,
-                "skipped_steps": 0, "tokens": 0}
+    counters = {"recipe_hash": recipe_hash(recipe), "corpus": tokens.key, "samples": len(tokens),
+                "world_size": world.size, "rewarm_since": None, "skipped_steps": 0, "tokens": 0, "rollbacks": 0,
+                "recent_ce": []}             # pairs (cross-entropy, step)
     if folder is None:
         save_checkpoint(out, 0, draft, optimizers, recipe, counters, dtype)                     # the untrained baseline
     else:
-        before = load_counters(folder, recipe, corpus)
-        counters |= {key: before[key] for key in ("rewarm_since", "skipped_steps", "tokens")}
+        counters = load_counters(folder, recipe, counters)
         if not load_state(folder, draft, optimizers):
             say(f"{folder} has no optimizer state: re-warming the learning rate over {recipe.rewarm_steps} steps")
             counters["rewarm_since"] = start
@@ -408,19 +383,21 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
     if start == 0 and recipe.markov_init == "bigram":
         start_from_bigrams(draft, recipe, target, tokens, cache)
     agree(step=start, plan=plan, counters=counters)
-    say(f"{recipe.name}: {len(tokens)} samples; global batch {recipe.global_batch} = {plan.micro} samples x "
-        f"{plan.accumulation} micro-steps on {world.size} process(es)"
-        + ("" if plan.scatter else ", NOT scattered (the batch does not divide by the ranks of a target)")
-        + f"; {plan.total_steps} steps, {plan.steps_per_epoch} per epoch; checkpoints in {out}")
+    say(f"{describe(recipe, plan, len(tokens))}, in {out}")
     journal = Journal(out, recipe, start, plan.total_steps) if world.rank == 0 else None
 
-    order, order_of = [], None
-    for step in range(start, plan.total_steps):
+    if due(start):                               # the run was killed before its evaluation ended
+        evaluate(target, draft, recipe, out, start, dtype, stop)
+
+    step, order, order_of = start, [], None
+    clock.reset()
+    while step < plan.total_steps:
         epoch, place = divmod(step, plan.steps_per_epoch)
         if epoch != order_of:
             order, order_of = epoch_order(recipe.seed, epoch, len(tokens)), epoch
         batch = order[place * recipe.global_batch:(place + 1) * recipe.global_batch]
         rate = lr_at(step, recipe, plan.total_steps) * rewarm(step, counters["rewarm_since"], recipe)
+        rate *= ROLLBACK_LR ** counters["rollbacks"]
         loss_sum, own_tokens, own_samples, complaints, metrics = 0.0, 0, [], [], defaultdict(float)
 
         for i in range(plan.accumulation):
@@ -470,29 +447,33 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
             loss /= world.size * plan.accumulation
             counters["tokens"] += int(num_tokens)
 
-        done, finished = step + 1, step + 1 == plan.total_steps
-        line = {"step": done, "epoch": done / plan.steps_per_epoch, "loss": loss, "lr": rate,
+        step += 1
+        line = {"step": step, "epoch": step / plan.steps_per_epoch, "loss": loss, "lr": rate,
                 "grad_norm": float(grad_norm), **{key: float(value) for key, value in metrics.items()},
                 "samples_per_s": recipe.global_batch / clock.elapsed(), "tokens_per_s": num_tokens / clock.elapsed(),
                 **clock.shares()}
         clock.reset()
         with clock("log"):
-            beat = f"{time.strftime('%F %T')} step {done} loss {loss:.4f}\n"
+            beat = f"{time.strftime('%F %T')} step {step} loss {loss:.4f}\n"
             (out / "heartbeat" / f"rank_{world.rank}").write_text(beat)
             if journal:
                 journal.write(line)
 
-        evaluating = recipe.evals_per_epoch > 0 and crosses(done, plan.steps_per_epoch / recipe.evals_per_epoch)
-        if done % recipe.save_every == 0 or evaluating or finished or stopping:
+        if low := collapsed(counters["recent_ce"], step, float(metrics["ce_loss"]), recipe.rollback_steps):
+            step = roll_back(out, low, draft, optimizers, recipe, counters)
+            journal = journal and journal.back_to(step)
+            continue
+        if step % recipe.save_every == 0 or due(step) or step == plan.total_steps or stopping:
             with clock("save"):
-                save_checkpoint(out, done, draft, optimizers, recipe, counters, dtype)
+                save_checkpoint(out, step, draft, optimizers, recipe, counters, dtype)
                 if world.rank == 0:
                     prune(out, recipe.keep_checkpoints)
-        if evaluating and not stopping:
+        if due(step) and not stopping:
             with clock("evaluate"):
-                evaluate(target, draft, recipe, out, done, dtype, stop)
+                evaluate(target, draft, recipe, out, step, dtype, stop)
+            stopping = any(gather(stop()))
         if stopping:
-            say(f"stopped by {stop.came or 'a signal to another rank'}; step {done} is saved, the same command resumes")
+            say(f"stopped by {stop.came or 'a signal to another rank'}; step {step} is saved, the same command resumes")
             break
 
     if journal:

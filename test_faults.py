@@ -1,0 +1,150 @@
+"""Runs that are killed from outside: `python test_faults.py kills 100 [processes]`, and what pytest does with fewer.
+
+A life is a forked process per rank in a process group of its own; its death is SIGKILL to that group.
+"""
+import dataclasses
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"              # before numpy starts threads, which do not survive a fork
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+import checkpoint  # noqa: E402
+import train  # noqa: E402
+from recipe import RECIPES, Recipe  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+INTERVAL = 2                                     # steps between checkpoints
+
+
+def tiny_recipe(folder: Path) -> Recipe:
+    """24 steps on a corpus of random words."""
+    draw, rows = random.Random(0), []
+    for i in range(34):
+        words = " ".join("".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=4)) for _ in range(12 + i % 7))
+        rows.append({"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": words}]})
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return dataclasses.replace(RECIPES["tiny"], corpus=str(folder / "chats.jsonl"), corpus_size=0, epochs=6,
+                               save_every=INTERVAL)
+
+
+def live(recipe: Recipe, out: Path, log: Path, processes: int) -> list[int]:
+    """Start a life; the process ids of its ranks, of which the first is that of the group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pids = []
+    for rank in range(processes):
+        if pid := os.fork():
+            pids.append(pid)
+            os.setpgid(pid, pids[0])             # here and there: whoever is first
+            continue
+        os.setpgid(0, pids[0] if pids else 0)
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        for key, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", processes),
+                           ("LOCAL_WORLD_SIZE", processes), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
+            os.environ[key] = str(value)
+        status = 1
+        try:
+            train.train(recipe, out)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return pids
+
+
+def wait_all(pids: list[int]) -> list[int]:
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def last_step(out: Path) -> int:
+    """The last whole line of metrics.jsonl."""
+    path = out / "metrics.jsonl"
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    return json.loads(whole.rpartition("\n")[2])["step"] if whole else 0
+
+
+def kill_somewhere(pids: list[int], out: Path, draw: random.Random) -> bool:
+    """SIGKILL to the group: one in ten dies while it starts, the others within two steps after a few more steps. False
+    if the run was over before."""
+    enough = 0 if draw.random() < 0.1 else last_step(out) + draw.randint(0, 5)
+    delay, deadline = draw.uniform(0, 0.5 if enough == 0 else 0.12), time.time() + 120
+    started = time.time()
+    while last_step(out) < enough or (enough and time.time() - started < 0.2):
+        if all(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in pids):
+            wait_all(pids)
+            return False
+        assert time.time() < deadline, "no progress for two minutes"
+        time.sleep(0.002)
+    time.sleep(delay)
+    os.killpg(pids[0], signal.SIGKILL)
+    return -signal.SIGKILL in wait_all(pids)
+
+
+def kills(count: int, processes: int = 1, seed: int = 0) -> str:
+    """Kill a run `count` times; whenever one comes to its end, its weights must be those of a run nobody touched."""
+    torch.set_num_threads(1)
+    folder, draw = Path(tempfile.mkdtemp(prefix="kills-")), random.Random(seed)
+    os.chdir(folder)                             # data/ is made here
+    recipe, out, log = tiny_recipe(folder), folder / "out", folder / "log"
+    assert wait_all(live(recipe, folder / "untouched", log, processes)) == [0] * processes, log.read_text()
+    expected = load_file(folder / "untouched" / "latest" / "model.safetensors")
+    killed = finished = in_save = 0
+    lost = []                                    # steps that each resume had to repeat
+    while True:
+        before = last_step(out)
+        log.unlink(missing_ok=True)
+        pids = live(recipe, out, log, processes)
+        over = killed >= count
+        if not over and kill_somewhere(pids, out, draw):
+            killed += 1
+            in_save += any(out.glob(".step_*"))
+        elif over:
+            assert wait_all(pids) == [0] * processes, log.read_text()
+        said = log.read_text()
+        assert not re.search("damaged|Traceback|start fresh|re-warm", said), said
+        if resumed := re.search(r"resumed at step (\d+)", said):
+            lost.append(before - int(resumed[1]))
+            assert 0 <= lost[-1] <= INTERVAL, (before, said)
+        for step in checkpoint.steps_in(out):
+            assert not checkpoint.damage(out / f"step_{step}"), f"step_{step}: {checkpoint.damage(out / f'step_{step}')}"
+        if last_step(out) == 24 and (out / "step_24").exists() and (out / "latest").resolve().name == "step_24":
+            weights = load_file(out / "latest" / "model.safetensors")
+            assert weights.keys() == expected.keys() and all(weights[k].equal(expected[k]) for k in expected)
+            finished += 1
+            if over:
+                break
+            shutil.rmtree(out)
+    shutil.rmtree(folder)
+    return (f"{killed} kills, {in_save} of them while saving, {processes} process(es): {len(lost)} resumes, "
+            f"{sum(lost) / max(1, len(lost)):.1f} steps repeated on average and {max(lost, default=0)} at most; "
+            f"{finished} runs came to their end, all with the weights of a run nobody touched")
+
+
+def test_kills():
+    """Ten kills, two processes; the script by itself does a hundred."""
+    result = subprocess.run([sys.executable, str(HERE / "test_faults.py"), "kills", "10", "2"], capture_output=True,
+                            text=True, timeout=300)
+    assert result.returncode == 0 and result.stdout.startswith("10 kills"), result.stdout + result.stderr
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (3, 4) or sys.argv[1] != "kills":
+        raise SystemExit("usage: python test_faults.py kills COUNT [PROCESSES]")
+    print(kills(*map(int, sys.argv[2:])))
