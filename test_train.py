@@ -297,17 +297,55 @@ def test_killed_and_stopped_runs_end_as_if_nothing_had_happened(recipe, tmp_path
     assert results == expected
 
 
-def test_two_processes_give_the_curve_of_one_and_one_resumes_two(recipe, tmp_path, finished):
-    out = tmp_path / "out"
-    process = start(dataclasses.replace(recipe, keep_checkpoints=9), out, processes=2)
+@pytest.fixture(scope="module")
+def longer(recipe, tmp_path_factory):
+    """24 uninterrupted steps of one process, and of two."""
+    runs = tmp_path_factory.mktemp("longer")
+    kept = dataclasses.replace(recipe, epochs=6, keep_checkpoints=9)
+    process = start(kept, runs / "by_two", processes=2)
+    train.train(kept, runs / "by_one")
     output = process.communicate(timeout=300)[0]
     assert process.returncode == 0, output
-    assert losses(out) == pytest.approx(losses(finished), rel=1e-5)
-    both = losses(out)
-    for step in (8, 12):
-        shutil.rmtree(out / f"step_{step}")
-    train.train(dataclasses.replace(recipe, keep_checkpoints=9), out)                           # from step 4, alone
-    assert losses(out)[:4] == both[:4] and losses(out)[4:] == pytest.approx(both[4:], rel=1e-5)
+    return kept, runs
+
+
+@pytest.mark.parametrize("before, after", [("one", 2), ("two", 1), ("two", 4)])
+def test_another_number_of_processes_resumes_with_its_moments(longer, tmp_path, before, after):
+    """The curve of an uninterrupted run goes on: every global micro-step holds the same samples, anchors, moments."""
+    kept, runs = longer
+    out = at_step(runs / f"by_{before}", tmp_path, 4)
+    if after == 1:
+        train.train(kept, out)
+    else:
+        process = start(kept, out, processes=after)
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode == 0 and "resumed at step 4" in output and "re-warm" not in output, output
+    assert losses(out)[:4] == losses(runs / f"by_{before}")[:4]
+    assert losses(out)[4:] == pytest.approx(losses(runs / "by_one")[4:], rel=1e-4)              # 20 steps
+
+
+def test_lost_moments_do_not_kick_a_converged_draft(recipe, tmp_path, monkeypatch):
+    """120 steps, then 20 more at the peak of the schedule: with the moments, without them, without the re-warm too."""
+    write = train.Journal.write
+
+    def write_and_stop(self, line):
+        write(self, line)
+        if line["step"] == 140:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(train.Journal, "write", write_and_stop)
+    steep = dataclasses.replace(recipe, lr=1e-2, max_steps=1600, save_every=120, cache_captures=True)
+    whole = train.train(steep, tmp_path / "whole")
+    assert checkpoint.steps_in(whole)[-1] == 141             # one step more after the signal
+    worst, rates = {}, {}
+    for steps in (64, 0):
+        out = at_step(whole, tmp_path / str(steps), 120)
+        shutil.rmtree(out / "step_120" / "state")
+        train.train(dataclasses.replace(steep, rewarm_steps=steps), out)
+        worst[steps] = max(x / y for x, y in zip(losses(out)[120:140], losses(whole)[120:140], strict=True))
+        rates[steps] = [line["lr"] / train.lr_at(line["step"] - 1, steep, 1600) for line in lines(out)[120:140]]
+    assert rates == {64: pytest.approx([(i + 1) / 64 for i in range(20)]), 0: [1] * 20}
+    assert worst[64] < 1.05 < 1.25 < worst[0], worst
 
 
 def test_a_truncated_newest_checkpoint_is_skipped_by_name(recipe, tmp_path, finished, capsys):
@@ -381,6 +419,60 @@ def test_a_full_disk_leaves_the_checkpoints_before_it(recipe, tmp_path, monkeypa
         train.train(recipe, out)
     assert checkpoint.steps_in(out) == [0, 4] and os.readlink(out / "latest") == "step_4"
     assert not list(out.glob(".step*")) and not checkpoint.damage(out / "latest")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One gradient, however many processes
+
+
+def keep_gradients(path: str) -> None:
+    """Let train.train write the gradients of every step to `path`, unsharded, as the clip finds them."""
+    clip = train.clip_grads_with_norm_
+
+    def keep(parameters, *rest):
+        parameters = list(parameters)
+        grads = {str(i): ranks.whole(p.grad) for i, p in enumerate(parameters)}
+        if torch.distributed.get_rank() == 0:
+            save_file(grads, path)
+        clip(parameters, *rest)
+    train.clip_grads_with_norm_ = keep
+
+
+def replicate_target() -> None:
+    """A target over all ranks of a node, as an engine's tp group holds it: each gets the states of all samples."""
+    load = train.load_target
+    train.load_target = lambda recipe, device: load(dataclasses.replace(recipe, engine="transformers"), device)
+
+
+GRADIENTS = RUN.replace("train.train(", "import test_train; test_train.keep_gradients(sys.argv[3] + '.grads')\n"
+                                        "if values['engine'] == 'sglang': test_train.replicate_target()\ntrain.train(")
+
+
+def test_the_gradient_of_a_step_is_the_same_on_any_number_of_processes(recipe, tmp_path, monkeypatch):
+    """One accumulated step of two micro-steps. Samples differ in supervised tokens, and the first two have none: in the
+    first micro-step one of two ranks has nothing to learn from, and two of four."""
+    first = train.epoch_order(recipe.seed, 0, 10)[:2]
+    corpus, words = tmp_path / "uneven.jsonl", "lorem ipsum dolor sit amet consectetur adipiscing elit sed do".split()
+    corpus.write_text("".join(json.dumps({"messages": [{"role": "user", "content": f"{i} " + words[i] * i}] + [
+        {"role": "assistant", "content": " ".join(words[:2 + i])}] * (i not in first)}) + "\n" for i in range(10)))
+    step = dataclasses.replace(recipe, corpus=str(corpus), max_steps=1, min_supervised=0)
+    lengths = {i: int(mask.sum()) for i, (_, mask) in enumerate(train.load_tokens(step))}
+    assert all((lengths[i] == 0) == (i in first) for i in lengths) and len(set(lengths.values())) == 8
+    engine = dataclasses.replace(step, engine="sglang")      # over tp = 2 ranks, with scatter
+    processes = {f"on_{n}": start(each, tmp_path / f"on_{n}", processes=n, script=GRADIENTS)
+                 for n, each in ((2, step), (4, step))}
+    processes["scattered"] = start(engine, tmp_path / "scattered", processes=2, script=GRADIENTS)
+    monkeypatch.setattr(train, "clip_grads_with_norm_", train.clip_grads_with_norm_)            # restored afterwards
+    keep_gradients(str(tmp_path / "alone.grads"))
+    train.train(step, tmp_path / "alone")
+    alone = load_file(tmp_path / "alone.grads")
+    assert sum(bool(g.abs().max()) for g in alone.values()) > 20
+    for name, process in processes.items():
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, output
+        assert ("after scatter" in output) == (name == "scattered") and "NOT scattered" not in output
+        for i, grad in load_file(tmp_path / f"{name}.grads").items():
+            assert (grad - alone[i]).abs().max() <= 1e-5 * alone[i].abs().max(), (name, i)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
