@@ -80,6 +80,11 @@ def last_step(out: Path) -> int:
     return json.loads(whole.rpartition("\n")[2])["step"] if whole else 0
 
 
+def unfinished(out: Path) -> set:
+    """Checkpoints that were being written or removed: name and inode."""
+    return {(path.name, path.stat().st_ino) for path in out.glob(".step_*")}
+
+
 def kill_somewhere(pids: list[int], out: Path, draw: random.Random) -> bool:
     """SIGKILL to the group: one in ten dies while it starts, the others within two steps after a few more steps. False
     if the run was over before."""
@@ -108,13 +113,13 @@ def kills(count: int, processes: int = 1, seed: int = 0) -> str:
     killed = finished = in_save = 0
     lost = []                                    # steps that each resume had to repeat
     while True:
-        before = last_step(out)
+        before, unfinished_before = last_step(out), unfinished(out)
         log.unlink(missing_ok=True)
         pids = live(recipe, out, log, processes)
         over = killed >= count
         if not over and kill_somewhere(pids, out, draw):
             killed += 1
-            in_save += any(out.glob(".step_*"))
+            in_save += not unfinished(out) <= unfinished_before
         elif over:
             assert wait_all(pids) == [0] * processes, log.read_text()
         said = log.read_text()
@@ -123,7 +128,8 @@ def kills(count: int, processes: int = 1, seed: int = 0) -> str:
             lost.append(before - int(resumed[1]))
             assert 0 <= lost[-1] <= INTERVAL, (before, said)
         for step in checkpoint.steps_in(out):
-            assert not checkpoint.damage(out / f"step_{step}"), f"step_{step}: {checkpoint.damage(out / f'step_{step}')}"
+            damage = checkpoint.damage(out / f"step_{step}")
+            assert not damage, f"step_{step}: {damage}"
         if last_step(out) == 24 and (out / "step_24").exists() and (out / "latest").resolve().name == "step_24":
             weights = load_file(out / "latest" / "model.safetensors")
             assert weights.keys() == expected.keys() and all(weights[k].equal(expected[k]) for k in expected)

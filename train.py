@@ -478,7 +478,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
 
     if journal:
         journal.close()
-        export.refuse_errors(out / f"step_{done}", target_path(recipe))
+        export.refuse_errors(out / f"step_{step}", target_path(recipe))
     return out
 
 
