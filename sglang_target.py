@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import inspect
 import logging
+import os
 import sys
 import warnings
 from array import array
@@ -116,7 +117,10 @@ def start_runner(path: str, layer_ids: tuple[int, ...], native: bool, dtype: tor
     from sglang.srt.server_args import PortArgs, ServerArgs
     capture = {"enable_return_aux_hidden_states": True, "speculative_algorithm": "DFLASH",  # names the id convention
                "return_aux_hidden_state_layer_ids": list(layer_ids)}
-    gpu = device.index or 0
+    if device.type == "cpu" and tp > 1:          # else it wants one memory bank per rank; binds nothing without AMX
+        cores = sorted(os.sched_getaffinity(0))
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(str(cores[i % len(cores)]) for i in range(tp)))
+    gpu = (device.index or 0) if device.type == "cuda" else rank
     args = ServerArgs(**{
         "model_path": path, "device": device.type, "dtype": str(dtype).removeprefix("torch."), "tp_size": tp,
         "skip_tokenizer_init": True, "skip_server_warmup": True, "disable_cuda_graph": True, "log_level": "error",

@@ -2,15 +2,25 @@
 
 `bash run.sh test engines` runs this in .venv-sglang; the base tests leave it alone.
 """
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import sglang_target
 from capture import HFTarget
+from dspark import DSparkDraft
+from eval_deepspec import speculative_decode
 from sglang_target import SGLangTarget
 
 HERE = Path(__file__).resolve().parent
+GOLDEN = HERE / "testdata" / "golden"
 LAYERS = (0, 2, 4)
 LENGTHS = (37, 5, 48, 1)                         # of one batch; 48 fills pages of 16, 37 cuts one
 
@@ -21,7 +31,7 @@ def checkpoints(tmp_path_factory):
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
     shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "head_dim": 16,
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "eos_token_id": 1}
-    folders = {}
+    folders = {"golden": GOLDEN / "target"}
     for name, config, model in (("qwen3", Qwen3Config(**shape, tie_word_embeddings=True), Qwen3ForCausalLM),
                                 ("llama", LlamaConfig(**shape, tie_word_embeddings=False), LlamaForCausalLM)):
         torch.manual_seed(0)
@@ -155,3 +165,93 @@ def test_every_slot_returns_whatever_raises(engine, monkeypatch, page):
     assert (target.slots.free(), target.slots.table.available_size()) == (pool, table)
     free_pages = allocator.free_pages.tolist()
     assert len(set(free_pages)) == len(free_pages) == pool // page          # nothing was freed twice
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding, processes, and what must be refused
+
+
+@pytest.mark.parametrize("page, folder, name", [
+    (1, "", "draft_vanilla"), (16, "", "draft_vanilla"), (16, "", "draft_rnn"), (1, "", "draft_block4"),
+    (16, "extra", "draft_embed")])               # which taps layer -1: by hook
+def test_decoding_gives_the_traces_of_transformers_and_of_the_reference(engine, reference, page, folder, name):
+    draft = DSparkDraft.from_pretrained(GOLDEN / folder / name)
+    layers = draft.config.target_layer_ids
+    cases = [case for case in json.loads((GOLDEN / folder / "eval_traces.json").read_text()) if case["draft"] == name]
+    assert {0.0, 1.0} <= {case["temperature"] for case in cases}
+    for target in (engine("golden", page, layers), reference("golden", layers)):
+        for case in cases:
+            if case.get("run") != "second":              # which continues the random stream of the first
+                torch.manual_seed(case["seed"])
+            trace = speculative_decode(
+                target, draft, torch.tensor([case["prompt_ids"]]), max_new_tokens=case["max_new_tokens"],
+                temperature=case["temperature"], stop_token_ids=case["stop_token_ids"],
+                confidence_threshold=case["confidence_threshold"])
+            assert dataclasses.asdict(trace) == {k: case[k] for k in dataclasses.asdict(trace)}
+
+
+TWO_PROCESSES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, torch.distributed as dist
+from capture import HFTarget
+from ranks import GROUP_TIMEOUT, start_world
+from sglang_target import SGLangTarget
+world = start_world()
+path = sys.argv[1] + "/testdata/golden/target"
+target, want = SGLangTarget.from_pretrained(path, (1, 2, 4), page_size=16), HFTarget.from_pretrained(path, (1, 2, 4))
+seed = world.rank // target.tp                   # the ranks of one target capture the same samples
+ids = torch.randint(3, 90, (3, 37), generator=torch.Generator().manual_seed(seed))
+got, ref = target.capture(ids), want.capture(ids)
+assert (got.context - ref.context).abs().max() < 1e-5 and (got.final - ref.final).abs().max() < 1e-5
+assert dist.get_world_size() == 2 and dist.get_rank() == world.rank
+for group in dist.distributed_c10d._world.pg_map:
+    assert group._get_backend(torch.device("cpu")).options._timeout >= GROUP_TIMEOUT
+everyone = torch.tensor([world.rank + 1])
+dist.all_reduce(everyone)
+print("tp", target.tp, "sum", int(everyone))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("per_node", [2, 1], ids=["one target over two ranks", "two nodes with a target each"])
+def test_two_processes(per_node, tmp_path):
+    (tmp_path / "two.py").write_text(TWO_PROCESSES)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
+                           "LOCAL_WORLD_SIZE": str(per_node), "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([sys.executable, str(tmp_path / "two.py"), str(HERE)], text=True,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                  env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank % per_node)})
+                 for rank in range(2)]
+    for process in processes:
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode == 0 and f"tp {per_node} sum 3" in output, output
+
+
+def test_wrong_layer_ids_and_arguments_are_refused(checkpoints):
+    for layers, words in (((1, 5), "largest usable id is 4"), ((1, 1, 3), "without repeats"), ((3, 1), "increasing"),
+                          (range(7), "reach layer 6"), ((1, 9), "6 layers"), ((), "strictly increasing")):
+        with pytest.raises(ValueError, match=words):
+            SGLangTarget.from_pretrained(checkpoints["qwen3"], layers)
+    with pytest.raises(ValueError, match=r"no argument 'mem_fraction' \(near: .*mem_fraction_static"):
+        SGLangTarget.from_pretrained(checkpoints["qwen3"], LAYERS, mem_fraction=0.5)
+
+
+def test_another_version_is_refused(checkpoints, monkeypatch):
+    monkeypatch.setattr(sglang_target, "version", lambda name: "0.5.21")
+    sglang_target.import_engine.cache_clear()
+    with pytest.raises(ValueError, match="SGLang 0.5.21 is installed.*this code knows 0.5.23"):
+        SGLangTarget.from_pretrained(checkpoints["qwen3"], LAYERS)
+
+
+def test_a_checkpoint_without_head_names_what_it_has(checkpoints, tmp_path):
+    from safetensors.torch import load_file, save_file
+    weights = load_file(checkpoints["llama"] / "model.safetensors")
+    weights["output_head.weight"] = weights.pop("lm_head.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((checkpoints["llama"] / "config.json").read_text())
+    with pytest.raises(ValueError, match="no tensor 'lm_head.weight'.*model.embed_tokens.weight, output_head.weight"):
+        SGLangTarget.from_pretrained(tmp_path, LAYERS)
