@@ -225,6 +225,13 @@ class TargetEmbeddingsAndHead:
         self.lm_head.weight = nn.Parameter(head, requires_grad=False)
 
 
+def table_options(recipe) -> dict:
+    """How TargetEmbeddingsAndHead reads the tables of a recipe's target."""
+    return {"embed_key": recipe.embed_key, "head_key": recipe.head_key, "embed_scale": recipe.embed_scale,
+            "embed_norm": (recipe.embed_norm_key, recipe.rms_norm_eps),
+            "rows": recipe.vocab_size if recipe.output_vocab_size else 0}
+
+
 def read_tensor(folder: Path, key: str) -> Tensor:
     """One tensor of a safetensors checkpoint. ValueError naming the likely ones when there is none of that name."""
     from safetensors import safe_open
@@ -256,10 +263,7 @@ def load_target(recipe, device="cpu", path: str | Path | None = None):
         target = HFTarget.from_pretrained(path, recipe.target_layer_ids, **options)
     elif recipe.engine == "sglang":
         from sglang_target import SGLangTarget
-        heads = {"embed_key": recipe.embed_key, "head_key": recipe.head_key, "embed_scale": recipe.embed_scale,
-                 "embed_norm": (recipe.embed_norm_key, recipe.rms_norm_eps),
-                 "rows": recipe.vocab_size if recipe.output_vocab_size else 0}
-        target = SGLangTarget.from_pretrained(path, recipe.target_layer_ids, heads=heads, **options,
+        target = SGLangTarget.from_pretrained(path, recipe.target_layer_ids, heads=table_options(recipe), **options,
                                               **recipe.engine_args)
     else:
         raise ValueError(f"recipe {recipe.name} asks for engine {recipe.engine!r}; there are 'transformers' and "

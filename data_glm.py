@@ -28,10 +28,11 @@ from tqdm import tqdm
 
 import targets
 from capture import applied_head
-from chat import FAMILIES, MASK_VERSION, encode, encode_prompt, family_rule, stop_token_ids
+from chat import FAMILIES, MASK_VERSION, encode, encode_prompt, stop_token_ids
 from kvcache import ATTENTION, SlotCache
 from recipe import Recipe, get_recipe
-from targets import check_mask_id, is_complete, locked, plain_errors, publish, sync, target_path
+from recipe_check import require_fit
+from targets import is_complete, locked, plain_errors, publish, sync, target_path
 
 DATA = Path("data")
 TASKS = Path("eval_datasets")
@@ -206,7 +207,7 @@ def prepare(recipe: Recipe, slots: int = 64) -> Path:
         return path
     folder = target_path(recipe)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    check_mask_id(recipe, tokenizer)
+    require_fit(recipe, folder, tokenizer)
     config = json.loads((folder / "config.json").read_text())
     config.pop("transformers_version", None)
     settings = {"target": recipe.target, "max_new_tokens": recipe.corpus_max_new_tokens, "seed": recipe.seed,
@@ -340,12 +341,9 @@ def load_tokens(recipe: Recipe) -> Tokens:
     survive the masks are wrong, and ValueError shows one of them.
     """
     from transformers import AutoTokenizer
-    if (mode := family_rule(recipe.chat_family)["thinking"]) != recipe.thinking:
-        raise ValueError(f"recipe {recipe.name!r} has thinking = {recipe.thinking!r}, but its chat family "
-                         f"{recipe.chat_family!r} has {mode!r}; choose the family that fits (chat.py)")
     folder = target_path(recipe)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    check_mask_id(recipe, tokenizer)
+    require_fit(recipe, folder, tokenizer)
     cache = DATA / "cache" / cache_key(recipe, folder, tokenizer)
     if not is_complete(cache):
         with locked(cache.with_name(cache.name + ".lock")):

@@ -282,8 +282,19 @@ def load_draft(kind: type[DSparkDraft], folder: str | Path, dtype: torch.dtype |
     return draft.to(device=device, dtype=dtype).eval()
 
 
-def target_tables(folder: str | Path) -> dict[str, Tensor]:
-    """The target's embedding and head, the only two tensors that are read of it; a tied head is the embedding."""
+def target_tables(folder: str | Path, draft: Path) -> dict[str, Tensor]:
+    """Embedding and head of the target as its draft reads them, the only two tensors that are read of it.
+
+    By the keys of the draft's recipe.json, a scale or a norm worked in; without one by their usual names.
+    """
+    if (draft / "recipe.json").is_file():
+        from capture import TargetEmbeddingsAndHead, applied_head, read_tensor, table_options
+        from recipe import load_recipe
+        recipe = load_recipe(draft / "recipe.json")
+        dtype = read_tensor(Path(folder), recipe.embed_key).dtype
+        own = TargetEmbeddingsAndHead(folder, dtype, **table_options(recipe))
+        embedding = own.embed_tokens(torch.arange(recipe.vocab_size)).detach()
+        return {FROZEN[0]: embedding, FROZEN[1]: applied_head(own.lm_head, recipe).weight.detach().clone()}
     tables = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -321,7 +332,7 @@ def convert(src: str | Path, dst: str | Path, to: str, *, source: str | None = N
     if not layout.frozen:
         tensors = {k: v for k, v in tensors.items() if k not in FROZEN}
     elif to == "deepspec" and target and FROZEN[0] not in tensors:
-        tensors |= target_tables(target)
+        tensors |= target_tables(target, src)
     cast = {k: (v.to(dtype) if dtype and v.is_floating_point() else v).contiguous() for k, v in tensors.items()}
     if lost := [k for k, v in cast.items() if not torch.isfinite(v).all()]:
         raise ValueError(f"{lost} overflow in {dtype}; export in bfloat16 or float32")
@@ -424,10 +435,10 @@ def findings(folder: str | Path, target: str | Path | None = None) -> list[Findi
         error(f"eos_token_id {list(config.eos_token_id)} reaches outside the vocabulary of {config.vocab_size}")
     if config.mask_token_id in config.eos_token_id:
         error(f"mask_token_id {config.mask_token_id} is a stop id", "train with a mask id that nothing produces")
-    return found + (against_target(config, tensors, Path(target)) if target else [])
+    return found + (against_target(config, tensors, folder, Path(target)) if target else [])
 
 
-def against_target(config: DSparkConfig, tensors: dict[str, Tensor], target: Path) -> list[Finding]:
+def against_target(config: DSparkConfig, tensors: dict[str, Tensor], folder: Path, target: Path) -> list[Finding]:
     """Findings about a pair of draft and target."""
     theirs, found = text_config(target), []
     for ours, key in (("vocab_size", "vocab_size"), ("hidden_size", "hidden_size"),
@@ -437,7 +448,7 @@ def against_target(config: DSparkConfig, tensors: dict[str, Tensor], target: Pat
             found.append(Finding("error", f"{ours} is {have}, {target} has {theirs[key]}", OTHER_TARGET))
     if (highest := max(config.target_layer_ids)) > (last := theirs["num_hidden_layers"] - 1) - 1:
         found.append(Finding("error", f"target_layer_ids reach {highest}, the target ends at {last}", OTHER_TARGET))
-    for name, tensor in target_tables(target).items() if FROZEN[0] in tensors else ():
+    for name, tensor in target_tables(target, folder).items() if FROZEN[0] in tensors else ():
         if name in tensors and not torch.equal(tensor.to(tensors[name].dtype), tensors[name]):
             found.append(Finding("error", f"{name} is not the one of {target}", OTHER_TARGET))
     if (longest := theirs.get("max_position_embeddings", 0)) > (own := config.max_position_embeddings):

@@ -148,14 +148,12 @@ def get_recipe(name: str | None = None) -> Recipe:
 
 def count_parameters(recipe: Recipe) -> tuple[int, int]:
     """(parameters that training changes, those of the target's embedding and head that the draft borrows)."""
-    H, D, V, r = recipe.hidden_size, recipe.head_dim, recipe.vocab_size, recipe.markov_rank
-    queries, keys = recipe.num_attention_heads * D, recipe.num_key_value_heads * D
-    layer = 2 * H * (queries + keys) + 3 * H * recipe.intermediate_size + 2 * H + 2 * D
-    head = {"vanilla": 0, "gated": (H + r + 1) * r, "rnn": (H + 2 * r + 1) * 3 * r}[recipe.markov_head_type]
-    markov = 2 * V * r + head if r else 0
-    confidence = H + (r if recipe.confidence_head_with_markov else 0) + 1 if recipe.enable_confidence_head else 0
-    trained = len(recipe.target_layer_ids) * H * H + 2 * H + recipe.num_draft_layers * layer + markov + confidence
-    return trained, V * H * (1 if recipe.head_key == recipe.embed_key else 2)
+    import torch
+
+    from dflash2 import new_draft
+    with torch.device("meta"):
+        trained = sum(p.numel() for p in new_draft(recipe).parameters())
+    return trained, recipe.vocab_size * recipe.hidden_size * (1 if recipe.head_key == recipe.embed_key else 2)
 
 
 def memory_plan(recipe: Recipe, gpus: int, tp: int = 1) -> dict[str, int]:
@@ -163,7 +161,8 @@ def memory_plan(recipe: Recipe, gpus: int, tp: int = 1) -> dict[str, int]:
 
     bf16 compute, fp32 masters and moments in equal shards; between the micro-steps of an optimizer step the weights
     stay gathered and the gradients unreduced in fp32. Activations are those that one micro-step keeps for its backward
-    at full length and with every anchor taken. The engine's own memory (weights, its cache) comes on top.
+    at full length and with every anchor taken; the objective is DSpark's. The engine's own memory (weights, its cache)
+    comes on top.
     """
     from objective import buffer_rows, slice_rows
     H, S, V, K, r = recipe.hidden_size, recipe.max_length, recipe.vocab_size, recipe.block_size, recipe.markov_rank
@@ -210,7 +209,7 @@ SMOLLM2_DEMO = Recipe(
     hidden_size=576, num_attention_heads=9, num_key_value_heads=3, head_dim=64, intermediate_size=1536,
     vocab_size=49_152, stop_token_ids=(2,), rope_theta=100_000.0, rms_norm_eps=1e-5,
     mask_token_id=4,                             # <reponame>, a leftover; targets.py: no text yields it
-    max_position_embeddings=8192,
+    max_position_embeddings=8192, head_key="model.embed_tokens.weight",   # tied
     num_draft_layers=2,                          # 5 in the canonical recipe: each costs 4 M parameters per forward
     markov_rank=64,                              # 256: rank 64 keeps 83% of the acceptance
     markov_init="bigram",
@@ -298,3 +297,8 @@ GEMMA3_4B = Recipe(
 RECIPES = {r.name: r for r in (TINY, SMOLLM2_DEMO, SMOLLM2, SMOLLM2_DFLASH2, QWEN3_4B, QWEN3_4B_DFLASH2,
                                 QWEN3_8B, QWEN3_14B, GEMMA3_4B, GLM_52, INKLING)}
 DEFAULT = SMOLLM2_DEMO
+
+
+if __name__ == "__main__":
+    from recipe_check import main
+    main()

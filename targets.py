@@ -82,7 +82,7 @@ def check_mask_id(recipe: Recipe, tokenizer) -> None:
     if not 0 <= mask < recipe.vocab_size:
         raise ValueError(f"mask_token_id {mask} of recipe {recipe.name!r} is no row of the target's embedding "
                          f"(0..{recipe.vocab_size - 1}); choose an id that the tokenizer does not use")
-    if mask >= len(tokenizer) or tokenizer.convert_ids_to_tokens(mask) is None:
+    if tokenizer.convert_ids_to_tokens(mask) is None:            # padding, or a hole: len(tokenizer) says nothing here
         return
     for text in {tokenizer.decode([mask]), tokenizer.convert_ids_to_tokens(mask)}:
         if mask in tokenizer(text, add_special_tokens=False)["input_ids"]:
@@ -227,26 +227,32 @@ def is_complete(folder: Path) -> bool:
 # ---- the targets ---------------------------------------------------------------------------------------------------
 
 
+def byte_tokenizer(specials: dict[str, int], first: int = 0, **options):
+    """A tokenizer whose tokens are bytes, at ids first .. first + 255, and the special tokens given."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # GPT-2's alphabet: one visible character for each byte.
+    shown = [i for i in range(256) if 33 <= i < 127 or 161 <= i < 173 or i >= 174]
+    hidden = [i for i in range(256) if i not in shown]
+    alphabet = {i: chr(i) for i in shown} | {i: chr(256 + n) for n, i in enumerate(hidden)}
+    inner = Tokenizer(models.BPE(vocab={alphabet[i]: first + i for i in range(256)} | specials, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **options)
+
+
 def make_tiny(recipe: Recipe, folder: Path) -> None:
     """A random Llama whose answers are printable ASCII, and a byte tokenizer for it.
 
     The embedding has std 1 and the head 0.3, so that the next token depends mostly on the last one: a draft can learn
     that. Channel 0 of the residual stream is constant, and the head uses it to forbid what text cannot contain.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+    byte_tokenizer({"<|im_start|>": 256, "<|im_end|>": 257, "<|pad|>": 258}, eos_token="<|im_end|>",
+                   pad_token="<|pad|>", chat_template=CHATML).save_pretrained(folder)
     printable = [10, *range(32, 127)]
-    # GPT-2's alphabet: one visible character for each byte.
-    shown = [i for i in range(256) if 33 <= i < 127 or 161 <= i < 173 or i >= 174]
-    hidden = [i for i in range(256) if i not in shown]
-    alphabet = {i: chr(i) for i in shown} | {i: chr(256 + n) for n, i in enumerate(hidden)}
-    inner = Tokenizer(models.BPE(vocab={alphabet[i]: i for i in range(256)}, merges=[]))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken(t, special=True) for t in ("<|im_start|>", "<|im_end|>", "<|pad|>")])
-    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|im_end|>", pad_token="<|pad|>",
-                            chat_template=CHATML).save_pretrained(folder)
-
     config = LlamaConfig(
         vocab_size=recipe.vocab_size, hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
         num_hidden_layers=recipe.num_target_layers, num_attention_heads=recipe.num_attention_heads,
@@ -313,12 +319,12 @@ def make_smollm2(folder: Path) -> None:
     shutil.rmtree(gguf.parent)
 
 
-def download(name: str) -> Path:
-    """A Hugging Face repository, through its own cache."""
+def download(name: str, only: list[str] | None = None) -> Path:
+    """A Hugging Face repository, or those of its files that match `only`, through its own cache."""
     from huggingface_hub import snapshot_download
     unwanted = ["*.bin", "*.pth", "*.gguf", "original/*", "*.msgpack", "*.h5"]
     try:
-        return Path(snapshot_download(name, ignore_patterns=unwanted))
+        return Path(snapshot_download(name, allow_patterns=only, ignore_patterns=unwanted))
     except Exception as error:
         raise OSError(f"{name} is no folder here and could not be downloaded from Hugging Face "
                       f"({type(error).__name__}); connect to the network, check the name (and HF_TOKEN for a gated "
@@ -334,8 +340,8 @@ def main() -> None:
     recipe, start = get_recipe(*sys.argv[1:]), time.perf_counter()
     with plain_errors(ValueError):
         folder = target_path(recipe)
-        from transformers import AutoTokenizer
-        check_mask_id(recipe, AutoTokenizer.from_pretrained(folder))
+        from recipe_check import require_fit
+        require_fit(recipe, folder)
     print(f"target of {recipe.name}: {folder} ({time.perf_counter() - start:.1f} s)")
 
 

@@ -1,0 +1,399 @@
+"""Does a recipe fit its target? And what would a recipe for a target look like that has none?
+
+    python recipe.py check NAME [--target PATH] [--gpus N] [--tp N]    a table, the memory of a run; exit code 1 if not
+    python recipe.py new PATH                                          a recipe to paste into recipe.py
+
+`check` reads config, tokenizer and the headers of the weights, whatever of it is there, and no tensor. Its complaints
+are sentences, and data preparation and training begin with the same ones (`require_fit`). `new` proposes what passes
+them and says of which of its choices it is unsure. Read next: recipe.py, targets.py.
+"""
+import argparse
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from jinja2 import TemplateError
+from safetensors import SafetensorError, safe_open
+
+from chat import FAMILIES, encode, family_rule, stop_token_ids
+from recipe import Recipe, count_parameters, get_recipe, memory_plan, spread_layers
+from targets import SMOLLM2, check_mask_id, check_target, download, plain_errors, target_path
+
+# Config keys by which a target scales its logits, and whether it divides by them.
+HEAD_SCALES = {"logits_mup_width_multiplier": True, "logits_scaling": True, "logit_scale": False,
+               "lm_head_multiplier": False}
+PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
+SAMPLE = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "Four."},
+          {"role": "user", "content": "And three?"}, {"role": "assistant", "content": "Seven, then."}]
+
+
+@dataclass
+class Target:
+    """What a target's folder says without running it."""
+    folder: Path
+    whole: object                                # its config
+    config: object                               # the part about the text model
+    tokenizer: object | None
+    tensors: dict[str, tuple[str, list[int]]]    # dtype and shape of those outside numbered layers; ("", []) unknown
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.whole.tie_word_embeddings or self.config.tie_word_embeddings)
+
+
+def read_target(path: Path, tokenizer=None) -> Target:
+    """Config, tokenizer and tensor headers of a folder, or of the folder of a config.json. ValueError says why not."""
+    from transformers import AutoConfig, AutoTokenizer
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{path} has no config.json; name the folder of a Hugging Face model")
+    try:
+        whole = AutoConfig.from_pretrained(folder)
+        if tokenizer is None and any(folder.glob("tokenizer*.json")):
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:                   # whatever config and tokenizer classes make of a file
+        raise ValueError(f"{folder} cannot be read by this version of transformers ({type(error).__name__}: {error}); "
+                         "check the files, or the version in requirements.txt") from error
+    return Target(folder, whole, whole.get_text_config(), tokenizer, tensor_headers(folder))
+
+
+def tensor_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
+    """{name: (dtype, shape)} of the tensors outside numbered layers, from the headers of the files that are there."""
+    def outside(names) -> list[str]:
+        return [name for name in names if not any(part.isdigit() for part in name.split("."))]
+
+    index = folder / "model.safetensors.index.json"
+    named = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    found = dict.fromkeys(outside(named), ("", []))
+    for path in sorted({folder / named[name] for name in found} if named else folder.glob("*.safetensors")):
+        if path.is_file():
+            try:
+                with safe_open(path, "pt") as file:
+                    for name in outside(file.keys()):                                     # noqa: SIM118
+                        part = file.get_slice(name)
+                        found[name] = part.get_dtype(), list(part.get_shape())
+            except SafetensorError as error:
+                raise ValueError(f"{path} cannot be read ({error}); fetch it again") from error
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The checks: each returns what it saw, or None when there was nothing to see, or raises ValueError with the mend
+
+
+def check_layers(recipe: Recipe, target: Target) -> str:
+    from capture import check_layer_ids
+    check_target(recipe, target.folder)
+    ids = check_layer_ids(recipe.target_layer_ids, target.config.num_hidden_layers)
+    return f"outputs of {', '.join(map(str, ids))} of {recipe.num_target_layers} layers, width {recipe.hidden_size}"
+
+
+def check_draft(recipe: Recipe, target: Target) -> str:
+    import torch
+
+    from dflash2 import new_draft
+    with torch.device("meta"):
+        new_draft(recipe)
+    return (f"{recipe.draft}, {recipe.num_draft_layers} layers, {recipe.num_attention_heads} query and "
+            f"{recipe.num_key_value_heads} key/value heads of {recipe.head_dim}, MLP {recipe.intermediate_size}")
+
+
+def check_embedding(recipe: Recipe, target: Target) -> str:
+    """The two tensors that the draft borrows: there, plain, of the recipe's shape."""
+    if not target.tensors:
+        if target.config.vocab_size != recipe.vocab_size:
+            raise ValueError(f"recipe {recipe.name!r} says vocab_size = {recipe.vocab_size}, the target's config has "
+                             f"{target.config.vocab_size}; correct the recipe")
+        if target.tied != (recipe.head_key == recipe.embed_key):
+            raise ValueError(f"the target {'ties' if target.tied else 'does not tie'} its head to its embedding; set "
+                             f"head_key of recipe {recipe.name!r} accordingly (embed_key is {recipe.embed_key!r})")
+        return f"{recipe.vocab_size} rows; no weights here to look up {recipe.embed_key} and {recipe.head_key}"
+    for field in ("embed_key", "head_key"):
+        key = getattr(recipe, field)
+        if key not in target.tensors:
+            raise ValueError(f"the target has no tensor {key!r}; set {field} of recipe {recipe.name!r} to one of "
+                             f"{[n for n in target.tensors if 'embed' in n or 'head' in n] or list(target.tensors)}")
+        dtype, shape = target.tensors[key]
+        if dtype and dtype not in PLAIN_DTYPES:
+            raise ValueError(f"{key} of the target is {dtype}, expected one of {', '.join(PLAIN_DTYPES)}: a quantised "
+                             "checkpoint must keep embedding and head plain; use one that does")
+        if shape and (shape[1] != recipe.hidden_size or shape[0] not in (recipe.vocab_size, recipe.output_vocab_size)):
+            raise ValueError(f"{key} of the target is {shape}, recipe {recipe.name!r} says vocab_size = "
+                             f"{recipe.vocab_size}, hidden_size = {recipe.hidden_size}; correct the recipe")
+    return f"{recipe.embed_key} and {recipe.head_key}, {recipe.vocab_size} rows"
+
+
+def head_scale(config) -> float:
+    """What the target multiplies its logits by, from its config."""
+    scale = 1.0
+    for key, divides in HEAD_SCALES.items():
+        if value := getattr(config, key, None):
+            scale = scale / value if divides else scale * value
+    return scale
+
+
+def check_logits(recipe: Recipe, target: Target) -> str:
+    """softmax(lm_head(final)) must be the target's own distribution."""
+    if cap := getattr(target.config, "final_logit_softcapping", None):
+        raise ValueError(f"the target caps its logits (final_logit_softcapping = {cap}), which a linear head cannot; "
+                         "targets with capped logits are not supported")
+    scale, end = head_scale(target.config), getattr(target.config, "unpadded_vocab_size", None) or 0
+    if abs(scale / recipe.head_scale - 1) > 1e-6:
+        raise ValueError(f"recipe {recipe.name!r} says head_scale = {recipe.head_scale:g}, the target's config says "
+                         f"{scale:g}; correct the recipe")
+    if end != recipe.output_vocab_size and end < recipe.vocab_size:
+        raise ValueError(f"recipe {recipe.name!r} says output_vocab_size = {recipe.output_vocab_size}, the target's "
+                         f"config says {end}; correct the recipe")
+    return f"scale {recipe.head_scale:g}" + (f", ids from {end} on never come out" if end else "")
+
+
+def check_mask(recipe: Recipe, target: Target) -> str | None:
+    if recipe.mask_token_id in recipe.stop_token_ids:
+        raise ValueError(f"mask_token_id {recipe.mask_token_id} of recipe {recipe.name!r} is one of its "
+                         "stop_token_ids; choose an id that the tokenizer does not use")
+    if target.tokenizer is None:
+        return None
+    check_mask_id(recipe, target.tokenizer)
+    return f"{recipe.mask_token_id}: no text yields it, the tokenizer ends at {tokenizer_end(target.tokenizer)}"
+
+
+def check_stops(recipe: Recipe, target: Target) -> str:
+    """Every id that ends an answer must be known, and be one that the tokenizer knows."""
+    stops = list(recipe.stop_token_ids)
+    try:
+        known = stop_token_ids(target.folder, target.tokenizer, None)
+    except ValueError:
+        if not stops:
+            raise
+        known = []
+    if stops and (missing := sorted(set(known) - set(stops))):
+        raise ValueError(f"stop_token_ids {stops} of recipe {recipe.name!r} lack {missing}, with which the target ends "
+                         "its answers (generation_config.json, tokenizer); add them")
+    stops = stops or known
+    if target.tokenizer is None:
+        return ", ".join(map(str, stops))
+    tokens = {i: target.tokenizer.convert_ids_to_tokens(i) for i in stops}
+    if odd := [i for i, token in tokens.items() if token is None]:
+        raise ValueError(f"stop_token_ids {stops} of recipe {recipe.name!r} hold {odd}, which the tokenizer does not "
+                         "know; correct the recipe")
+    return ", ".join(f"{i} {token}" for i, token in tokens.items())
+
+
+def check_chat(recipe: Recipe, target: Target) -> str | None:
+    """The family's rule finds the answers in what the tokenizer's own template renders."""
+    mode = family_rule(recipe.chat_family)["thinking"]
+    if mode != recipe.thinking:
+        raise ValueError(f"recipe {recipe.name!r} says thinking = {recipe.thinking!r}, its chat family "
+                         f"{recipe.chat_family!r} renders with {mode!r}; correct the one that is wrong")
+    if target.tokenizer is None:
+        return None
+    try:
+        ids, mask = encode(SAMPLE, target.tokenizer, recipe.chat_family)
+    except (TemplateError, TypeError) as error:  # the template was handed what it cannot render
+        raise ValueError(f"the tokenizer's template does not render chat family {recipe.chat_family!r} of recipe "
+                         f"{recipe.name!r} ({error}); choose another one") from error
+    answer = target.tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on])
+    if not all(m["content"] in answer for m in SAMPLE if m["role"] == "assistant"):
+        raise ValueError(f"chat family {recipe.chat_family!r} of recipe {recipe.name!r} supervises {answer!r} of a "
+                         f"talk with the answers {[m['content'] for m in SAMPLE[1::2]]}; choose another one")
+    return f"{recipe.chat_family}, thinking {mode}: {sum(mask)} of {len(ids)} tokens of a sample are supervised"
+
+
+CHECKS = {"layers": check_layers, "draft": check_draft, "embedding, head": check_embedding, "logits": check_logits,
+          "mask id": check_mask, "stop ids": check_stops, "chat": check_chat}
+
+
+def findings(recipe: Recipe, target: Target) -> list[tuple[str, str, str]]:
+    """(check, "ok" or "WRONG" or "-", what was seen or what to mend)."""
+    rows = []
+    for name, check in CHECKS.items():
+        try:
+            seen = check(recipe, target)
+            rows.append((name, "-", "no tokenizer here") if seen is None else (name, "ok", seen))
+        except ValueError as error:
+            rows.append((name, "WRONG", str(error)))
+    return rows
+
+
+def require_fit(recipe: Recipe, folder: Path, tokenizer=None) -> None:
+    """ValueError with every complaint that `check` would make; data preparation and training begin with it."""
+    if wrong := [text for _, state, text in findings(recipe, read_target(folder, tokenizer)) if state == "WRONG"]:
+        raise ValueError(f"recipe {recipe.name!r} does not fit its target {folder}:\n" + "\n".join(wrong))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A recipe for a target that has none
+
+
+def tokenizer_end(tokenizer) -> int:
+    """One past the largest id of the tokenizer (which may have holes)."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def mask_candidates(target: Target, rows: int):
+    """(id, what it is), the best first: a row that no token has, else a token that no text yields."""
+    tokens = {i: token for token, i in target.tokenizer.get_vocab().items()}
+    yield from ((i, "the first row past the tokenizer") for i in range(tokenizer_end(target.tokenizer), rows))
+    yield from ((i, "an id without a token") for i in range(rows) if i not in tokens)
+    spare = [i for i, token in tokens.items() if any(word in token for word in ("unused", "reserved", "extra"))]
+    yield from ((i, f"{tokens[i]}, which no text yields") for i in sorted(spare))
+    never = {chr(b) for b in range(0xF5, 0x100)} | {f"<0x{b:02X}>" for b in range(0xF5, 0x100)}
+    yield from ((i, f"{tokens[i]}: a byte that UTF-8 never has") for i in sorted(tokens) if tokens[i] in never)
+
+
+def propose(path: Path) -> tuple[Recipe, dict[str, str]]:
+    """(a recipe for the target in a folder, {field: a remark about the choice}). ValueError when none is possible."""
+    target, notes = read_target(path), {}
+    c, name = target.config, path.resolve().name.lower()
+    L, H, taps = c.num_hidden_layers, c.hidden_size, min(5, c.num_hidden_layers - 3)
+    if L < 4:
+        raise ValueError(f"{path} has {L} layers; a draft needs a target of at least 4")
+    heads = c.num_attention_heads
+    kv = getattr(c, "num_key_value_heads", None) or heads
+    rope = getattr(c, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    mlp = getattr(c, "intermediate_size", None)
+    embed = [(n, s) for n, (_, s) in target.tensors.items() if "embed" in n and len(s) != 1 and "unembed" not in n]
+    embed = [(n, s) for n, s in embed if not s or s[1] == H] or [("model.embed_tokens.weight", [])]
+    head = [n for n, (_, s) in target.tensors.items() if ("head" in n or "unembed" in n) and len(s) != 1]
+    norm = [n for n, (_, s) in target.tensors.items() if "embed" in n and s == [H]]
+    embed_key, rows = embed[0][0], (embed[0][1] or [c.vocab_size])[0]
+    if not target.tensors:
+        notes["embed_key"] = notes["head_key"] = "unsure: no weights here to look it up in"
+    if rope.get("rope_type", "default") != "default":
+        notes["rope_theta"] = f"the target's {rope['rope_type']} scaling is left out: the draft has plain RoPE"
+    if "rope_theta" not in rope:
+        notes["rope_theta"] = "unsure: the target's config states none"
+    if not isinstance(mlp, int) or mlp < 2 * H:
+        notes["intermediate_size"] = f"unsure: the target's {mlp} is too narrow for a dense layer, so 3 x hidden_size"
+        mlp = 3 * H
+    if getattr(c, "kv_lora_rank", None):
+        notes["num_key_value_heads"] = "the target compresses its keys; these are its head counts"
+    values = dict(
+        name=name, target=str(path), num_target_layers=L, target_layer_ids=spread_layers(L, taps),
+        hidden_size=H, num_attention_heads=heads, num_key_value_heads=kv if heads % kv == 0 else heads,
+        head_dim=getattr(c, "head_dim", None) or H // heads, intermediate_size=mlp, vocab_size=rows,
+        mask_token_id=rows - 1, rope_theta=float(rope.get("rope_theta", 1e6)),
+        rms_norm_eps=getattr(c, "rms_norm_eps", None) or getattr(c, "layer_norm_eps", 1e-6),
+        max_position_embeddings=c.max_position_embeddings, head_scale=head_scale(c),
+        output_vocab_size=getattr(c, "unpadded_vocab_size", None) or 0, embed_scale=embedding_scale(target.whole),
+        embed_norm_key=norm[0] if norm else "", embed_key=embed_key,
+        head_key=embed_key if target.tied else head[0] if head else "lm_head.weight",
+        corpus="own:gsm_symbolic", corpus_size=8192, eval_tasks=("gsm_symbolic", "humaneval"))
+    notes |= {"target_layer_ids": f"evenly spread from 1 to {L - 3}",
+              "corpus": "or a .jsonl file, or the name of a data set",
+              "max_position_embeddings": "the longest evaluation; less saves nothing"}
+    try:
+        values["stop_token_ids"] = tuple(stop_token_ids(target.folder, target.tokenizer, None))
+    except ValueError as error:
+        notes["stop_token_ids"] = f"UNKNOWN, fill in: {error}"
+    recipe = Recipe(**values)
+    if target.tokenizer is None:
+        notes["mask_token_id"] = "unsure: no tokenizer here; the last row"
+        notes["chat_family"] = f"unsure: no tokenizer here; there are {', '.join(FAMILIES)}"
+        return recipe, notes
+    possible = ((i, what) for i, what in mask_candidates(target, rows)
+                if passes(check_mask, replace(recipe, mask_token_id=i), target))
+    mask, notes["mask_token_id"] = next(possible, (rows - 1, "UNKNOWN, fill in: text can contain every token"))
+    family, mode, notes["chat_family"] = propose_chat(recipe, target)
+    return replace(recipe, mask_token_id=mask, chat_family=family, thinking=mode), notes
+
+
+def passes(check, recipe: Recipe, target: Target) -> bool:
+    try:
+        return check(recipe, target) is not None
+    except ValueError:
+        return False
+
+
+def propose_chat(recipe: Recipe, target: Target) -> tuple[str, str, str]:
+    """(family, thinking mode, remark): of the families that fit the template, one that thinks if the template can."""
+    modes = {family: family_rule(family)["thinking"] for family in FAMILIES}
+    fitting = [family for family, mode in modes.items()
+               if passes(check_chat, replace(recipe, chat_family=family, thinking=mode), target)]
+    if not fitting:
+        return "chatml", "none", f"UNKNOWN, fill in: none of {', '.join(FAMILIES)} fits the template (chat.py)"
+    thinks = "think" in (target.tokenizer.chat_template or "")
+    fitting.sort(key=lambda family: (modes[family] != "none") != thinks)
+    also = f"; unsure: {', '.join(fitting[1:])} would fit as well" if fitting[1:] else ""
+    return fitting[0], modes[fitting[0]], "fits the tokenizer's template" + also
+
+
+def embedding_scale(config) -> float:
+    """What the target's embedding module multiplies by, from a copy of the model without memory."""
+    import torch
+    import transformers
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    if kind is None:
+        return 1.0
+    with torch.device("meta"):
+        module = kind(config).get_input_embeddings()
+    return float(getattr(module, "scalar_embed_scale", 1.0))
+
+
+def as_constants(recipe: Recipe, notes: dict[str, str]) -> str:
+    """The recipe as a person pastes it: one line a value that is no default, remarks behind them."""
+    def shown(value) -> str:
+        return f"{value:_}" if isinstance(value, int) and value >= 10_000 else (
+            f"({', '.join(map(shown, value))},)" if isinstance(value, tuple) else repr(value))
+
+    lines = []
+    for f in fields(recipe):
+        value = getattr(recipe, f.name)
+        if value != f.default and value != {} or f.name in notes:
+            text = f"    {f.name}={shown(value)},"
+            lines.append(f"{text:<48} # {notes[f.name]}" if f.name in notes else text)
+    constant = "".join(ch if ch.isalnum() else "_" for ch in recipe.name).upper()
+    constant = constant if constant[:1].isalpha() else f"TARGET_{constant}"
+    return "\n".join([f"{constant} = Recipe(", *lines, ")"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Commands
+
+
+def plan_lines(recipe: Recipe, gpus: int, tp: int) -> list[str]:
+    """What a run costs: parameters, memory per GPU, disk."""
+    trained, frozen = count_parameters(recipe)
+    plan = memory_plan(recipe, gpus, tp)
+    objective = ", ".join(f"{memory_plan(replace(recipe, num_anchors=n), gpus, tp)['objective'] / 2**30:.2f} GiB at {n}"
+                          for n in (512, 1024))
+    return [f"parameters: {(trained + frozen) / 1e9:.1f} B in all, {trained / 1e9:.1f} B trained, the rest is the "
+            "target's embedding and head",
+            f"memory per GPU for {gpus} GPUs, {recipe.num_anchors} anchors"
+            + (f", the target over {tp} of them" if tp > 1 else "") + " (the engine's own comes on top):",
+            *(f"  {bytes_ / 2**30:6.2f} GiB  {what}" for what, bytes_ in plan.items()),
+            f"  {sum(plan.values()) / 2**30:6.2f} GiB  together",
+            f"objective's peak: {objective} anchors",
+            f"a checkpoint: {2 * trained / 1e9:.1f} GB of weights, {12 * trained / 1e9:.1f} GB of optimizer state"]
+
+
+def config_folder(recipe: Recipe) -> Path:
+    """A folder with the target's config and tokenizer; of a Hugging Face name no weights are fetched."""
+    if Path(recipe.target).is_dir() or recipe.target in ("tiny", SMOLLM2):
+        return target_path(recipe)
+    return download(recipe.target, only=["*.json", "*.jinja", "*.model"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="recipe.py", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser("check", help="does a recipe fit its target, and what does a run cost?")
+    check.add_argument("name", nargs="?", help="a name in recipe.py; the default one when nothing is named")
+    check.add_argument("--target", type=Path, help="folder of the target, or its config.json")
+    check.add_argument("--gpus", type=int, default=16)
+    check.add_argument("--tp", type=int, help="GPUs that share a target; 4 behind an engine, else 1")
+    new = commands.add_parser("new", help="propose a recipe for a target")
+    new.add_argument("path", type=Path, help="folder of the target")
+    args = parser.parse_args()
+    with plain_errors(ValueError):
+        if args.command == "new":
+            print(as_constants(*propose(args.path)))
+            return
+        recipe = get_recipe(args.name)
+        target = read_target(args.target or config_folder(recipe))
+        rows = findings(recipe, target)
+    print(f"{recipe.name}: {target.folder}, {target.whole.model_type}")
+    print("\n".join(f"{name:<16} {state:<5}  {text}" for name, state, text in rows))
+    print("\n".join(["", *plan_lines(recipe, args.gpus, args.tp or (1 if recipe.engine == "transformers" else 4))]))
+    raise SystemExit(int(any(state == "WRONG" for _, state, _ in rows)))
