@@ -4,6 +4,7 @@
     python bench.py objective --dry --blocks 1024 --vocab 154880 --length 8192          its memory, by formula, no run
     python bench.py attention                   grouped attention against one dense mask, from 64 to 512 blocks
     python bench.py step                        one training step of the default recipe, phase by phase
+    python bench.py eval                        decoding: the plain way, ours one prompt at a time, ours eight at a time
 
 Every form runs in processes of its own, in turns with the others, so that its peak is its own and a busy machine slows
 all forms alike. Seconds are medians; peak_mb is what a form adds to the highest resident set (on CUDA: to the allocated
@@ -21,9 +22,11 @@ from pathlib import Path
 
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 import dspark
 import objective
+from decode import GREEDY_BELOW, Clock, Proposal, Trace, accept, decode
 from dspark import Attention, DSparkConfig, DSparkDraft, Supervision, Visibility, frozen_linear, rope_tables
 from recipe import DEFAULT
 
@@ -228,6 +231,127 @@ def step_phases(args) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+
+def plain_decode(model, draft, ids, max_new_tokens: int, temperature: float, stops: set[int], clock) -> Trace:
+    """The protocol of decode.py the way one writes it first: caches that grow by concatenation, all hidden states and
+    logits of every layer and token, one-hot distributions, tensors made in every step. Draws from the
+    default generator."""
+    def distribution(logits):
+        if temperature < GREEDY_BELOW:
+            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+        return torch.softmax(logits.float() / temperature, -1)
+
+    def forward(new):
+        out = model(input_ids=new, past_key_values=cache, use_cache=True, output_hidden_states=True)
+        return out.logits[0], torch.cat([out.hidden_states[i + 1] for i in c.target_layer_ids], -1)
+
+    c, trace, cache, prompt = draft.config, Trace(), DynamicCache(config=model.config), ids.shape[1]
+    stored = [[] for _ in draft.layers]
+    logits, new_context = forward(ids)
+    last = torch.multinomial(distribution(logits[-1:]), 1)                                    # [1, 1]
+    output, start = torch.cat((ids, last), 1), prompt
+    clock.lap("prefill")
+    while int(last) not in stops and start - prompt < max_new_tokens:
+        first = start - new_context.shape[1]
+        rope = rope_tables(torch.arange(first, start)[None], c.head_dim, c.rope_theta, torch.float32)
+        context = draft.context(new_context)
+        for i, layer in enumerate(draft.layers):
+            new = layer.self_attn.keys_values(context, rope)
+            stored[i] = [torch.cat(pair, 2) for pair in zip(stored[i], new, strict=True)] if stored[i] else list(new)
+        rope = rope_tables(torch.arange(start, start + c.block_size)[None], c.head_dim, c.rope_theta, torch.float32)
+        x = draft.embed_tokens(torch.tensor([[int(last)] + [c.mask_token_id] * (c.block_size - 1)]))
+        for i, layer in enumerate(draft.layers):
+            x = layer(x, rope, tuple(stored[i]), None, [(start, None)])
+        hidden = draft.norm(x)
+        base = draft.lm_head(hidden)[0]
+        clock.lap("draft")
+        tokens, p, state = [last[0]], [], None
+        for t in range(c.block_size):
+            row = base[t:t + 1]
+            if draft.markov_head is not None:
+                latent, state = draft.markov_head.step(tokens[-1], hidden[:, t], state)
+                row = row + draft.markov_head.markov_w2(latent)
+            p.append(distribution(row))
+            tokens.append(torch.multinomial(p[-1], 1)[0])
+        clock.lap("walk")
+        drafted = torch.stack(tokens[1:], 1)                                                  # [1, K]
+        logits, captured = forward(torch.cat((last, drafted), 1))
+        clock.lap("verify")
+        accepted, stopped, last = accept(Proposal(drafted, torch.cat(p)), distribution(logits), stops)
+        length, last = accepted + (not stopped), last[None]
+        for lengths, n in ((trace.acceptance_lengths, length), (trace.accepted_draft_lengths, accepted),
+                           (trace.proposal_lengths, accepted if stopped else c.block_size)):
+            lengths.append(n)
+        output = torch.cat((output, drafted[:, :accepted], last[:, :1 - stopped]), 1)
+        start, new_context = start + length, captured[:, :length]
+        cache.crop(start - cache.get_seq_length())           # negative: how many to drop
+        clock.lap("bookkeeping")
+        if stopped:
+            break
+    generated = output[0, prompt:prompt + max_new_tokens].tolist()
+    end = next((i + 1 for i, token in enumerate(generated) if token in stops), len(generated))
+    trace.output_ids = ids[0].tolist() + generated[:end]
+    return trace
+
+
+@torch.inference_mode()
+def decoding(args) -> dict:
+    """Tokens per second of the three forms on the same prompts, in turns, and where the time goes (median turn)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from capture import load_target
+    from data_glm import encode_prompt, load_task
+    from recipe import load_recipe
+    from targets import target_path
+    recipe = load_recipe(Path(args.draft) / "recipe.json")
+    home = target_path(recipe)
+    tokenizer = AutoTokenizer.from_pretrained(home)
+    prompts = [encode_prompt(text, tokenizer, recipe.chat_family).to(DEVICE)
+               for text in load_task(recipe.eval_tasks[0], limit=args.prompts)]
+    target, draft, plain_draft = (load_target(recipe, DEVICE), *(DSparkDraft.from_pretrained(args.draft, device=DEVICE)
+                                                                 for _ in range(2)))
+    model = AutoModelForCausalLM.from_pretrained(home, dtype=target.dtype).to(DEVICE).eval()
+    plain_draft.attach(model.get_input_embeddings(), model.get_output_embeddings())
+    seeds, stops = [recipe.eval_seed + i for i in range(len(prompts))], list(recipe.stop_token_ids)
+    common = {"max_new_tokens": args.new, "temperature": args.temperature}
+
+    def ours(slots, clock):
+        return dict(decode(target, draft, prompts, stop_token_ids=stops, slots=slots, seeds=seeds, clock=clock,
+                           **common))
+
+    def plain(clock):
+        result = {}
+        for i, ids in enumerate(prompts):
+            torch.manual_seed(seeds[i])
+            result[i] = plain_decode(model, plain_draft, ids, stops=set(stops), clock=clock, **common)
+        return result
+
+    forms = {"plain": plain, "ours@1": lambda clock: ours(1, clock), "ours@8": lambda clock: ours(8, clock)}
+    turns, traces = {name: [] for name in forms}, {}
+    for _ in range(args.repeats):
+        for name, run in forms.items():
+            clock = Clock()
+            traces[name] = run(clock)
+            turns[name].append(clock.seconds)
+    result = {}
+    for name, runs in turns.items():
+        seconds = sorted(runs, key=lambda r: sum(r.values()))[len(runs) // 2]
+        tokens = sum(len(t.output_ids) - ids.shape[1] for t, ids in zip(traces[name].values(), prompts, strict=True))
+        proposals = sum(len(t.acceptance_lengths) for t in traces[name].values())
+        result[name] = {"tokens_per_s": tokens / sum(seconds.values()), "proposals": proposals, "seconds": seconds,
+                        "equal_traces": sum(traces[name][i] == traces["plain"][i] for i in range(len(prompts)))}
+    ratios = {name: r["tokens_per_s"] / result["plain"]["tokens_per_s"] for name, r in result.items()}
+    phases = list(result["plain"]["seconds"])
+    print(f"{'':>8}{'tokens/s':>10}{'ratio':>7}{'traces as plain':>17}   ms per proposal: " + ", ".join(phases))
+    for name, r in result.items():
+        print(f"{name:>8}{r['tokens_per_s']:>10.1f}{ratios[name]:>7.2f}{r['equal_traces']:>9} of {len(prompts):<4}"
+              + "".join(f"{1000 * r['seconds'].get(p, 0) / r['proposals']:>10.1f}" for p in phases))
+    return result | {"ratios": ratios}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The command line
 
 
@@ -246,7 +370,7 @@ def show(result: dict, base_of) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("objective", "attention", "step"))
+    parser.add_argument("what", choices=("objective", "attention", "step", "eval"))
     parser.add_argument("--dry", action="store_true", help="objective: only compute the memory of its buffers")
     parser.add_argument("--blocks", type=int, default=64, help="anchors of the sequence")
     parser.add_argument("--length", type=int, help="tokens of the sequence (objective, step 250; attention 1000)")
@@ -257,6 +381,10 @@ def main() -> None:
     parser.add_argument("--head", choices=("vanilla", "gated", "rnn", "none"), default="vanilla")
     parser.add_argument("--processes", type=int, default=3, help="fresh processes per form")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs per process")
+    parser.add_argument("--draft", default="out/smollm2/latest", help="eval: the checkpoint")
+    parser.add_argument("--prompts", type=int, default=16, help="eval: prompts of the draft's first task")
+    parser.add_argument("--new", type=int, default=64, help="eval: tokens per prompt")
+    parser.add_argument("--temperature", type=float, default=0.0, help="eval")
     parser.add_argument("--threads", type=int, help="1 and the processor seconds tell forms apart on a busy machine")
     parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--form", help=argparse.SUPPRESS)    # set in the processes that this one starts
@@ -272,6 +400,8 @@ def main() -> None:
         return
     if args.dry:
         result = dry(args)
+    elif args.what == "eval":
+        result = decoding(args)
     elif args.what == "step":
         result = show(step_phases(args), lambda name: "step")
     elif args.what == "attention":

@@ -43,7 +43,9 @@ class HFTarget:
     made."""
 
     def __init__(self, model: nn.Module, layer_ids):
+        from kvcache import pack_linears
         self.model = model.eval().requires_grad_(False)
+        pack_linears(model)
         config = model.config.get_text_config()
         self.decoder = model.get_decoder()
         self.embed_tokens, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -103,8 +105,8 @@ class HFTarget:
                 context[b, :n], final[b, :n] = row.context[0], row.final[0]
         return Captured(context, final)
 
-    def session(self) -> "HFSession":
-        return HFSession(self)
+    def session(self, slots: int = 1) -> "HFSession":
+        return HFSession(self, slots)
 
     def drain(self) -> None:
         """Wait for all device work; nothing to wait for on a CPU. The training loop calls it twice per micro-step.
@@ -118,10 +120,19 @@ class HFTarget:
 
 
 class HFSession:
-    """One growing sequence with cached keys and values; use as a context manager."""
+    """Growing sequences with cached keys and values, one or (slots > 1) many at once; use as a context manager.
 
-    def __init__(self, target: HFTarget, room: int = 512):
-        self.target, self.room, self.cache = target, room, None
+    A session of one slot is one sequence. One of many slots is empty at first: `admit` adds a sequence as the last
+    row, `drop` takes one out (the last row moves to its place), `extend` and `rollback` work on all rows.
+    """
+
+    def __init__(self, target: HFTarget, slots: int = 1, room: int = 512):
+        from kvcache import SlotCache, register_attention
+        if slots > 1 and target.device.type == "cuda":       # rows of different lengths need our own masks
+            target.model.set_attn_implementation(register_attention())
+        self.target = target
+        self.cache = SlotCache(target.num_layers, slots, room, target.device)
+        self.cache.use(0, slots if slots == 1 else 0)
 
     def __enter__(self) -> "HFSession":
         return self
@@ -131,35 +142,34 @@ class HFSession:
 
     @property
     def length(self) -> int:
-        return self.cache.lengths[0] if self.cache is not None else 0
+        return self.cache.longest
 
     def extend(self, ids: Tensor) -> Captured:
-        """Append ids [1, n]; returns their states, rows of the new tokens only."""
+        """Append ids [B, n] to the B rows; returns the states of the new tokens only."""
         n = ids.shape[1]
-        self._reserve(self.length + n)
+        self.cache = self.cache.with_room(n)
         captured = self.target._run(ids, position_ids=self.cache.positions(n), past_key_values=self.cache)
         self.cache.advance(n)
         return captured
 
-    def rollback(self, length: int) -> None:
-        """Forget everything from absolute position `length` on."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot roll back to {length}: the session holds {self.length} tokens")
-        if self.cache is not None:
-            self.cache.truncate(length)
+    def admit(self, ids: Tensor) -> Captured:
+        """A new row that begins with ids [1, n]."""
+        row = self.cache.new_row()
+        captured = self.extend(ids)
+        self.cache.use(0, row + 1)
+        return captured
+
+    def drop(self, row: int) -> None:
+        self.cache.drop_row(row)
+
+    def rollback(self, length: int | list[int]) -> None:
+        """Forget everything from absolute position `length` on (of every row, or a list of one for each)."""
+        rows = range(self.cache.first, self.cache.last)
+        for row, keep in zip(rows, [length] * len(rows) if isinstance(length, int) else length, strict=True):
+            self.cache.truncate(keep, row)
 
     def close(self) -> None:
         self.cache = None
-
-    def _reserve(self, needed: int) -> None:
-        """Grow the key/value memory by doubling, so that copies stay rare."""
-        from kvcache import SlotCache
-        if self.cache is not None and needed <= self.cache.max_length:
-            return
-        while self.room < needed:
-            self.room *= 2
-        self.cache = (SlotCache(self.target.num_layers, 1, self.room, self.target.device) if self.cache is None
-                      else self.cache.grown(self.room))
 
 
 def applied_head(head: nn.Linear, recipe) -> nn.Linear:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from decode import GREEDY_BELOW, choose, sample, to_probabilities
 from dspark import DSparkConfig, DSparkDraft, Layer, Supervision
-from eval_deepspec import sample, to_probabilities
 from export import FLASH2, draft_kind, read_values, speculative_tokens
 from objective import explain_nonfinite, global_sum, rows_per_slice, vocabulary_terms_chunked, vocabulary_terms_full
 
@@ -272,25 +272,30 @@ class DFlash2Draft(DSparkDraft):
         return result | {"nonfinite_tokens": s["nonfinite_tokens"], "blocks": s["blocks"]}
 
     @torch.no_grad()
-    def walk(self, hidden: Tensor, last_token: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Draft a block from its rows [B, H] behind last_token [1], left to right. Returns tokens [1, n] and the
-        probabilities [n, V] they were drawn from; with a selector these live on the K candidates of each slot, and are
-        what lossless rejection must divide by."""
-        rows = hidden[-self.config.slots:]
-        logits, tokens, probabilities, previous = self.logits(rows), [], [], last_token       # [n, V]
+    def walk(self, hidden: Tensor, last_token: Tensor, temperature: float, generators):
+        """Draft blocks from their rows [B, rows, H] behind last_token [B], left to right: tokens [B, n], near ties [B]
+        (see decode.py) and the probabilities [B, n, V] they were drawn from, None when greedy. With a selector these
+        live on the K candidates of each slot, and are what lossless rejection must divide by."""
+        rows = hidden[:, -self.config.slots:]
+        logits, tokens, probabilities, near, previous = self.logits(rows), [], [], 0, last_token       # [B, n, V]
         if self.candidate_selector is not None:
-            values, candidates = logits.topk(self.config.selector_top_k)                      # [n, K]
-        for t in range(len(rows)):
-            row = slice(t, t + 1)
-            if self.candidate_selector is None:
-                probabilities.append(to_probabilities(logits[row], temperature))
+            values, candidates = logits.topk(self.config.selector_top_k)                      # [B, n, K]
+        for t in range(rows.shape[1]):
+            scores, among = logits[:, t], None
+            if self.candidate_selector is not None:
+                among = candidates[:, t]
+                scores = self.candidate_selector(rows[:, t], previous, among, values[:, t])
+            if temperature < GREEDY_BELOW:
+                previous, close = choose(scores)
+                if among is not None:
+                    previous = among.gather(1, previous[:, None])[:, 0]
             else:
-                scores = self.candidate_selector(rows[row], previous, candidates[row], values[row])
                 chosen = to_probabilities(scores, temperature)
-                probabilities.append(torch.zeros_like(logits[row]).scatter_(1, candidates[row], chosen))
-            previous = sample(probabilities[-1])
+                probabilities.append(chosen if among is None else torch.zeros_like(logits[:, t]).scatter_(1, among, chosen))
+                previous, close = sample(probabilities[-1], generators)
             tokens.append(previous)
-        return torch.stack(tokens, 1), torch.cat(probabilities)
+            near = near + close.long()
+        return torch.stack(tokens, 1), near, torch.stack(probabilities, 1) if probabilities else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

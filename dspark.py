@@ -235,15 +235,17 @@ class Attention(nn.Module):
         return rotate(self.k_norm(self.heads(self.k_proj(x))), rope), self.heads(self.v_proj(x))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], context_kv: tuple[Tensor, Tensor],
-                visible: "Visibility | Tensor | None") -> Tensor:
-        """x [B, rows, H]; context_kv two [B, kv, S, D]; visible: training's rule, a decoding mask, or None for
-        everything."""
+                visible: "Visibility | list") -> Tensor:
+        """x [B, rows, H]; context_kv two [B, kv, S, D]; visible: training's rule, or in decoding (context length, mask
+        or None) of each sample: a sample's rows see that much context and one another."""
         q = rotate(self.q_norm(self.heads(self.q_proj(x))), rope)
         k, v = self.keys_values(x, rope)
         ck, cv = context_kv
         attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
-        if not isinstance(visible, Visibility):
-            out = attend(q, torch.cat((ck, k), 2), torch.cat((cv, v), 2), attn_mask=visible)
+        if isinstance(visible, list):            # one by one: a sample's rows do not depend on the others, to the bit
+            out = torch.cat([attend(q[b:b + 1], torch.cat((ck[b:b + 1, :, :n], k[b:b + 1]), 2),
+                                    torch.cat((cv[b:b + 1, :, :n], v[b:b + 1]), 2), attn_mask=mask)
+                             for b, (n, mask) in enumerate(visible)])
         elif x.is_cuda:
             out = compiled_flex_attention()(q, torch.cat((ck, k), 2), torch.cat((cv, v), 2), enable_gqa=True,
                                             block_mask=visible.flex_mask(self.window))
@@ -525,8 +527,8 @@ class DSparkDraft(nn.Module):
             x = layer(x, rope, context, context_rope, visible)
         return self.norm(x).unflatten(1, (-1, K))
 
-    def session(self) -> "DraftSession":
-        return DraftSession(self)
+    def session(self, slots: int = 1) -> "DraftSession":
+        return DraftSession(self, slots)
 
     def forward(self, input_ids: Tensor, context: Tensor, loss_mask: Tensor, final: Tensor | None = None, *,
                 seeds=None, lengths=None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -612,48 +614,59 @@ class DSparkDraft(nn.Module):
 
 
 class DraftSession:
-    """Decoding state of one sequence: per layer the keys and values of the committed context, at their absolute
-    positions."""
+    """Decoding state of one sequence or (slots > 1) many: per layer the keys and values of the committed context, at
+    their absolute positions. With many slots the session is empty at first: `admit` adds a row, `drop` removes one."""
 
-    def __init__(self, draft: DSparkDraft, room: int = 512):
-        c = draft.config
-        self.draft, self.length = draft, 0
-        shape = (len(draft.layers), 1, c.num_key_value_heads, room, c.head_dim)
-        self.keys, self.values = draft.fc.weight.new_empty(shape), draft.fc.weight.new_empty(shape)
+    def __init__(self, draft: DSparkDraft, slots: int = 1, room: int = 512):
+        from kvcache import SlotCache, pack_linears
+        pack_linears(draft)
+        pack_linears(draft.lm_head)
+        self.draft, self.cache = draft, SlotCache(len(draft.layers), slots, room, draft.fc.weight.device)
+        self.cache.use(0, slots if slots == 1 else 0)
+
+    @property
+    def length(self) -> int:
+        return self.cache.longest
 
     def _rope(self, n: int) -> tuple[Tensor, Tensor]:
         c = self.draft.config
-        positions = torch.arange(self.length, self.length + n, device=self.keys.device)
-        return rope_tables(positions, c.head_dim, c.rope_theta, self.keys.dtype)
+        return rope_tables(self.cache.positions(n), c.head_dim, c.rope_theta, self.draft.fc.weight.dtype)
 
-    def extend(self, captured: Tensor) -> None:
-        """Append captured layers [1, n, k*H] of n newly committed tokens."""
+    def extend(self, captured: Tensor, counts: list[int] | None = None) -> None:
+        """Append captured layers [B, n, k*H] of newly committed tokens: all n of every row, or counts[b] of row b."""
         n = captured.shape[1]
-        if self.length + n > self.keys.shape[3]:
-            grow = (0, 0, 0, max(self.keys.shape[3], n))
-            self.keys, self.values = F.pad(self.keys, grow), F.pad(self.values, grow)
-        context, rope = self.draft.context(captured.to(self.keys.dtype)), self._rope(n)
-        for i, layer in enumerate(self.draft.layers):
-            k, v = layer.self_attn.keys_values(context, rope)
-            self.keys[i, :, :, self.length:self.length + n], self.values[i, :, :, self.length:self.length + n] = k, v
-        self.length += n
+        self.cache = self.cache.with_room(n)
+        context, rope = self.draft.context(captured.to(self.draft.fc.weight.dtype)), self._rope(n)
+        for layer, memory in zip(self.draft.layers, self.cache.layers, strict=True):
+            memory.update(*layer.self_attn.keys_values(context, rope))
+        self.cache.advance(counts or n)
+
+    def admit(self, captured: Tensor) -> None:
+        """A new row whose context begins with captured [1, n, k*H]."""
+        row = self.cache.new_row()
+        self.extend(captured)
+        self.cache.use(0, row + 1)
+
+    def drop(self, row: int) -> None:
+        self.cache.drop_row(row)
 
     def block(self, last_token: Tensor) -> Tensor:
-        """Hidden rows [1, K, H] of a block that starts at position `length` with last_token [1, 1]; leaves no trace."""
-        c, K = self.draft.config, self.draft.config.block_size
-        rope = self._rope(K)
-        ids = self.draft.block_rows(last_token, torch.zeros_like(last_token))[:, 0]           # [1, K]
+        """Hidden rows [B, K, H] of the blocks that start behind each row's context with last_token [B, 1]; leaves no
+        trace."""
+        c, cache, K = self.draft.config, self.cache, self.draft.config.block_size
+        lengths, rope = cache.lengths[cache.first:cache.last], self._rope(K)
+        ids = self.draft.block_rows(last_token, torch.zeros_like(last_token))[:, 0]           # [B, K]
         x = self.draft.embed(ids)
-        for i, layer in enumerate(self.draft.layers):
-            window = c.window(i)
-            mask = None if window is None else self._window_mask(K, window)
-            cached = self.keys[i, :, :, :self.length], self.values[i, :, :, :self.length]
-            x = layer(x, rope, cached, None, mask)
+        for i, (layer, memory) in enumerate(zip(self.draft.layers, cache.layers, strict=True)):
+            visible = [(n, self._window_mask(n, c.window(i))) for n in lengths]
+            x = layer(x, rope, memory.stored(), None, visible)
         return self.draft.norm(x)
 
-    def _window_mask(self, K: int, window: int) -> Tensor:
-        at = torch.arange(self.length + K, device=self.keys.device)
-        return (at[self.length:, None] - at < window) | (at >= self.length)
+    def _window_mask(self, length: int, window: int | None) -> Tensor | None:
+        if window is None:
+            return None
+        at = torch.arange(length + self.draft.config.block_size, device=self.cache.device)
+        return (at[length:, None] - at < window) | (at >= length)
 
 
 def frozen_linear(weight: Tensor) -> nn.Linear:

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from decode import propose, speculative_decode
 from dflash2 import ConvLayer, DFlash2Config, DFlash2Draft, convolve, new_draft, read_draft, serving_names
 from dspark import DSparkDraft, Supervision, frozen_linear
-from eval_deepspec import propose, speculative_decode
 from recipe import TINY
 from test_dspark import LookupTarget, MemoSession, chi_square_p, one_thread  # noqa: F401
 
@@ -264,7 +264,7 @@ def test_the_greedy_walk_equals_a_replay_of_pair_scores():
     for last in range(c.vocab_size):
         session = draft.session()
         session.extend(captured)
-        proposal = propose(draft, session, torch.tensor([[last]]), 0.0, 0.0)
+        [proposal] = propose(draft, session, torch.tensor([[last]]), 0.0, 0.0)
         rows = session.block(torch.tensor([[last]]))[0, 1:]
         values, found = draft.logits(rows).topk(c.selector_top_k)
         before = torch.cat((torch.full_like(found[:1], last), found[:-1]))                    # [n, K] predecessors

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from capture import Captured, HFTarget
+from decode import Proposal, accept, speculative_decode
 from dspark import (
     DraftSession,
     DSparkConfig,
@@ -31,7 +32,7 @@ from dspark import (
     sample_anchors,
     sample_anchors_seeded,
 )
-from eval_deepspec import Proposal, accept, acceptance_metrics, speculative_decode
+from eval_deepspec import acceptance_metrics
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "testdata" / "golden"
@@ -942,11 +943,11 @@ MUTATIONS = [
      "objective_equals"),
     ("softmax in bf16 (objective, chunked)", "objective.py",
      "wide = torch.promote_types(hidden.dtype, torch.float32)", "wide = torch.bfloat16", "objective_equals"),
-    ("softmax in bf16 (decoding)", "eval_deepspec.py", "return torch.softmax(logits / temperature, -1)",
+    ("softmax in bf16 (decoding)", "decode.py", "return torch.softmax(logits / temperature, -1)",
      "return torch.softmax((logits / temperature).bfloat16(), -1).to(logits.dtype)", "golden_traces"),
-    ("accept draw per prefix", "eval_deepspec.py", "torch.rand(1, n, device=q.device)",
-     "torch.rand(1, 1, device=q.device)", "acceptance_equals"),
-    ("bonus counted at a stop", "eval_deepspec.py", "length = accepted if stopped else accepted + 1",
+    ("accept draw per prefix", "decode.py", "torch.rand(1, n, device=q.device, generator",
+     "torch.rand(1, 1, device=q.device, generator", "acceptance_equals"),
+    ("bonus counted at a stop", "decode.py", "length = accepted if stopped else accepted + 1",
      "length = accepted + 1", "stop_token_ends"),
     ("teacher not detached (final state)", "objective.py", "        with torch.no_grad():\n            index",
      "        with torch.enable_grad():\n            index", "teacher_is_a_constant"),
@@ -957,7 +958,7 @@ MUTATIONS = [
     ("candidates to S-K", "dspark.py", "(loss_mask[:, :-1] != 0) & (loss_mask[:, 1:] != 0)",
      "(loss_mask[:, :-1] != 0) & (loss_mask[:, 1:] != 0) & (torch.arange(-loss_mask.shape[1], -1) <= -7)",
      "anchors_equal"),
-    ("residual not clamped", "eval_deepspec.py", "(row - proposal.probabilities[accepted].to(q.dtype)).clamp(min=0)",
+    ("residual not clamped", "decode.py", "(row - proposal.probabilities[accepted].to(q.dtype)).clamp(min=0)",
      "(row - proposal.probabilities[accepted].to(q.dtype))", "acceptance_equals"),
 ]
 
