@@ -43,9 +43,7 @@ class HFTarget:
     made."""
 
     def __init__(self, model: nn.Module, layer_ids):
-        from kvcache import pack_linears
         self.model = model.eval().requires_grad_(False)
-        pack_linears(model)
         config = model.config.get_text_config()
         self.decoder = model.get_decoder()
         self.embed_tokens, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -128,7 +126,10 @@ class HFSession:
 
     def __init__(self, target: HFTarget, slots: int = 1, room: int = 512):
         from kvcache import SlotCache, register_attention
-        if slots > 1 and target.device.type == "cuda":       # rows of different lengths need our own masks
+        if slots > 1:                            # rows of different lengths need our own masks
+            if target.model.config._attn_implementation == "eager":
+                raise ValueError("this target brings an attention of its own, which runs one sequence at a time: "
+                                 "decode it with a batch size of 1")
             target.model.set_attn_implementation(register_attention())
         self.target = target
         self.cache = SlotCache(target.num_layers, slots, room, target.device)

@@ -40,12 +40,13 @@ class PackedLinear(nn.Linear):
         return {key: value for key, value in self.__dict__.items() if key != "_packed"}
 
 
-def pack_linears(model: nn.Module) -> None:
-    """Make every plain linear layer of `model` a PackedLinear, where this build of torch has the operators."""
+def pack_linears(model: nn.Module) -> nn.Module:
+    """`model`, every plain linear layer of it a PackedLinear, where this build of torch has the operators."""
     if torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         for module in model.modules():
             if type(module) is nn.Linear and module.weight.device.type == "cpu":
                 module.__class__ = PackedLinear
+    return model
 
 
 def register_attention() -> str:

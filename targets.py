@@ -101,7 +101,7 @@ def load_model(folder: str | Path, dtype, device="cpu", attention: str | None = 
     """
     import transformers
 
-    from kvcache import register_attention
+    from kvcache import pack_linears, register_attention
     transformers.utils.logging.disable_progress_bar()            # loading takes a second; the bars that matter are ours
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
@@ -110,7 +110,7 @@ def load_model(folder: str | Path, dtype, device="cpu", attention: str | None = 
              and getattr(kind, "_supports_sdpa", True) and getattr(kind, "_supports_attention_backend", True))
     model = kind.from_pretrained(folder, dtype=dtype,
                                  attn_implementation=attention or register_attention() if plain else "eager")
-    return model.to(device).eval()
+    return pack_linears(model.to(device).eval())
 
 
 def mend_torchvision() -> None:
