@@ -291,7 +291,9 @@ class DFlash2Draft(DSparkDraft):
                     previous = among.gather(1, previous[:, None])[:, 0]
             else:
                 chosen = to_probabilities(scores, temperature)
-                probabilities.append(chosen if among is None else torch.zeros_like(logits[:, t]).scatter_(1, among, chosen))
+                if among is not None:
+                    chosen = torch.zeros_like(logits[:, t]).scatter_(1, among, chosen)
+                probabilities.append(chosen)
                 previous, close = sample(probabilities[-1], generators)
             tokens.append(previous)
             near = near + close.long()
