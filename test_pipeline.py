@@ -83,7 +83,7 @@ def test_corpus_answers_are_the_targets_own_at_their_seed(finished):
         [(_, new, reason)] = data_glm.generate(model, [prompt], TINY.corpus_max_new_tokens, [row["temperature"]],
                                                [row["seed"]], list(TINY.stop_token_ids))
         text = tokenizer.decode(new[:-1] if reason == "stop" else new, clean_up_tokenization_spaces=False)
-        assert (text, reason) == (row["messages"][1]["content"], row["finish_reason"])
+        assert (text, reason) == (row["messages"][1]["content"], row["messages"][1]["finish_reason"])
 
 
 def test_a_killed_evaluation_goes_on_and_ends_the_same(finished, monkeypatch):

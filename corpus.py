@@ -1,0 +1,332 @@
+"""Conversations from anywhere into one form: read, normalise, drop doubles, sample.
+
+A source is a file or folder of jsonl, json or parquet, or the name of a Hugging Face dataset; a row is ShareGPT
+(`from`/`value`) or OpenAI (`role`/`content`). What comes out is one jsonl of {"id", "messages", "tools"}: the same rows
+in the same order on every node, whatever the order of the files. Nothing is fatal and nothing is silent: each row that
+is left out is counted under a reason and listed with its place in rejected.jsonl. Rows stream; what stays in memory is
+40 bytes for each. Read next: data_glm.py.
+"""
+import codecs
+import hashlib
+import json
+import struct
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from targets import sync
+
+ROLES = {"user": ("user", "human", "prompter"), "assistant": ("assistant", "gpt", "model", "bot", "chatgpt"),
+         "system": ("system", "developer"), "tool": ("tool", "function", "observation", "function_response", "ipython")}
+ROLE = {name: role for role, names in ROLES.items() for name in names}
+FOLLOWS = {"": ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user", "tool"),
+           "tool": ("tool", "assistant")}
+MAX_LINE = 64 << 20                              # bytes: a longer line is no conversation
+MAX_TURN = 400_000                               # characters: some 100,000 tokens
+
+
+class Rejected(ValueError):
+    """A row that cannot be used; the text is its reason."""
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def write_atomic(path: Path, lines: Iterable[str]) -> None:
+    """Write a text file under a temporary name, force it to the disk, rename it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.writelines(lines)
+    sync(partial)
+    partial.rename(path)
+    sync(path.parent)
+
+
+def drop_torn_line(path: Path) -> None:
+    """Cut an append-only file back to its last whole line: a killed process may have left half a row."""
+    if path.is_file():
+        with open(path, "rb+") as file:
+            end = file.seek(0, 2)
+            while end:
+                start = max(0, end - (1 << 16))
+                file.seek(start)
+                if (newline := file.read(end - start).rfind(b"\n")) >= 0:
+                    end = start + newline + 1
+                    break
+                end = start
+            file.truncate(end)
+
+
+def read_rows(path: Path) -> Iterator[dict]:
+    """Rows of a jsonl file of ours; a line that is no JSON object is an error that names it."""
+    with open(path, "rb") as lines:              # bytes: a wrong encoding is then an error of its line
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line.decode())
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number} is not valid JSON ({error}); remove or mend that line, then "
+                                 "run the same command again") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number} is {line[:40]!r}, expected a JSON object {{...}}; remove or "
+                                 "mend that line, then run the same command again")
+            yield row
+
+
+def fetch_dataset(name: str, patterns: tuple[str, ...]) -> Path:
+    """The folder with the files of a Hugging Face data set that match, through Hugging Face's own cache."""
+    from huggingface_hub import snapshot_download
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=list(patterns)))
+    except Exception as error:                   # its errors are of many kinds
+        raise OSError(f"the data set {name} is no file or folder here and could not be fetched from Hugging Face "
+                      f"({type(error).__name__}: {str(error)[:200]}); connect to the network, or name a file"
+                      ) from error
+
+
+def source_files(source: str) -> list[Path]:
+    """The files of a source: a path here, or the name of a Hugging Face data set."""
+    kinds = (".jsonl", ".json", ".parquet")
+    path = Path(source) if Path(source).exists() else fetch_dataset(source, tuple(f"*{kind}" for kind in kinds))
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in kinds and p.is_file())
+    if not files or files[0].suffix not in kinds:
+        raise ValueError(f"{path} holds no corpus; expected {', '.join(kinds)}")
+    return files
+
+
+def records(path: Path) -> Iterator[tuple[str, object]]:
+    """(place, row or Rejected) of one file."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+        try:
+            rows = (row for b in pyarrow.parquet.ParquetFile(path).iter_batches(256) for row in b.to_pylist())
+            yield from ((f"{path.name}:{n}", row) for n, row in enumerate(rows, 1))
+        except (OSError, ValueError) as error:   # pyarrow's own errors are of these kinds
+            yield path.name, Rejected(f"not a parquet file that can be read ({str(error)[:60]})")
+        return
+    with open(path, "rb") as file:
+        first = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+        file.seek(0)
+        rows = json_array(file) if path.suffix == ".json" and first == b"[" else json_lines(file)
+        yield from ((f"{path.name}:{n}", row) for n, row in rows)
+
+
+def json_lines(file) -> Iterator[tuple[int, object]]:
+    """(number, row or Rejected) of every line that is not blank."""
+    number = 0
+    while line := file.readline(MAX_LINE):
+        number += 1
+        whole = len(line) < MAX_LINE or line.endswith(b"\n")
+        while not whole and (more := file.readline(MAX_LINE)):
+            whole = more.endswith(b"\n")
+            line = b""
+        text = line.strip()
+        if not text:
+            yield number, Rejected("a blank line" if line else f"a line over {MAX_LINE >> 20} MB")
+            continue
+        try:
+            yield number, json.loads(text.decode("utf-8-sig"))
+        except UnicodeDecodeError:
+            yield number, Rejected("not UTF-8")
+        except RecursionError:
+            yield number, Rejected("nested too deep")
+        except ValueError:
+            yield number, Rejected("HTML, not JSON" if text.startswith(b"<") else "broken JSON")
+
+
+def json_array(file) -> Iterator[tuple[int, object]]:
+    """(number, row or Rejected) of a JSON file that is one list of rows, read piece by piece."""
+    read = codecs.getreader("utf-8-sig")(file, errors="replace").read
+    decoder, buffer, number = json.JSONDecoder(), read(1 << 20).lstrip()[1:], 0
+    while not (buffer := buffer.lstrip(" \t\r\n,")).startswith("]"):
+        try:
+            row, end = decoder.raw_decode(buffer)
+        except (ValueError, RecursionError):     # half a row: read on
+            piece = read(1 << 20) if len(buffer) < MAX_LINE else ""
+            if not piece:
+                yield number + 1, Rejected("broken JSON: the rest of the list is not read")
+                return
+            buffer += piece
+            continue
+        number, buffer = number + 1, buffer[end:]
+        yield number, row
+
+
+# ---- one form ------------------------------------------------------------------------------------------------------
+
+
+def parsed(value):
+    """JSON texts as what they say, everything else as it is: some data sets keep tools and arguments as strings."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def text_of(message: dict) -> str | list:
+    """The content of a message: a text, or the list of typed parts when some of it is thinking."""
+    content = message.get("content", message.get("value"))
+    if content is None and (message.get("tool_calls") or message.get("reasoning_content")):
+        return ""
+    if content is None:
+        raise Rejected("null content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Rejected("content that is no text")
+    parts = []
+    for part in content:
+        part = {"type": "text", "text": part} if isinstance(part, str) else part
+        kind = part.get("type") if isinstance(part, dict) else None
+        kind = "thinking" if kind == "reasoning" else kind
+        text = kind and part.get(kind, part.get("text"))
+        if kind not in ("text", "thinking") or not isinstance(text, str):
+            raise Rejected("a part of the content is no text")
+        parts.append({"type": kind, kind: text})
+    if any(p["type"] == "thinking" for p in parts):
+        return parts
+    return "".join(p["text"] for p in parts)
+
+
+def normalise(row, counts: Counter) -> dict:
+    """{"messages", "tools" if there are any} of a row in any known form; Rejected with the reason otherwise.
+
+    Roles get OpenAI's names, leading assistant turns go, a conversation ends before the first message that cannot
+    follow the one before it, and behind its last answer; `counts` says how often. A message keeps role, content,
+    reasoning_content, tool_calls (arguments parsed) and finish_reason.
+    """
+    if not isinstance(row, dict):
+        raise Rejected("no object")
+    turns = next((row[k] for k in ("messages", "conversations", "conversation") if row.get(k) is not None), None)
+    if not isinstance(turns, list | tuple):
+        raise Rejected("no list of messages")
+    if not turns:
+        raise Rejected("no messages")
+    messages, before = [], ""
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise Rejected("a message that is no object")
+        name = turn.get("role", turn.get("from"))
+        role = ROLE.get(name.lower()) if isinstance(name, str) else None
+        if role is None:
+            raise Rejected("a role that is not known")
+        message = {"role": role, "content": text_of(turn)}
+        if reasoning := turn.get("reasoning_content") or turn.get("reasoning"):
+            message["reasoning_content"] = str(reasoning)
+        if calls := parsed(turn.get("tool_calls")):
+            message["tool_calls"] = [
+                {k: v for k, v in call.items() if v is not None}
+                | {"function": call["function"] | {"arguments": parsed(call["function"].get("arguments"))}}
+                if isinstance(call, dict) and isinstance(call.get("function"), dict) else call for call in calls]
+        if turn.get("finish_reason"):
+            message["finish_reason"] = turn["finish_reason"]
+        size = sum(map(len, map(str, message.values())))
+        if size > MAX_TURN:
+            raise Rejected(f"a turn of more than {MAX_TURN} characters")
+        if not messages and role == "assistant":
+            counts["leading assistant turns dropped"] += 1
+            continue
+        if role not in FOLLOWS[before]:
+            counts["cut where the turns do not alternate"] += 1
+            break
+        if role == "user" and not message["content"].strip():
+            raise Rejected("an empty question")
+        messages.append(message)
+        before = role
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if not answers:
+        raise Rejected("no answer")
+    if not any(messages[i].get(k) for i in answers for k in ("content", "tool_calls", "reasoning_content")):
+        raise Rejected("only empty answers")
+    if answers[-1] < len(messages) - 1:
+        counts["turns without an answer cut off"] += 1
+    result = {"messages": messages[:answers[-1] + 1]}
+    if tools := parsed(row.get("tools")):
+        if not isinstance(tools, list):
+            raise Rejected("tools that are no list")
+        result["tools"] = [parsed(tool) for tool in tools]
+    return result
+
+
+def content_hash(row: dict) -> bytes:
+    """16 bytes of a row's normalised text: rows that differ in white space, case or Unicode form only are doubles."""
+    text = json.dumps([[m["role"], m["content"], m.get("reasoning_content", ""), m.get("tool_calls", "")]
+                       for m in row["messages"]], ensure_ascii=False)
+    text = " ".join(unicodedata.normalize("NFKC", text.replace("\\n", " ")).casefold().split())
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def collect(source: str, path: Path, size: int, seed: int) -> None:
+    """Write the conversations of `source` to `path` (jsonl), at most `size` of them (0: all), and print the table.
+
+    Of doubles the one whose text sorts first stays; an id is the content's hash. Rows are ordered by a hash of seed and
+    content, and the first `size` of them are the sample.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    spool, listed = path.with_name("spool.partial"), path.with_name("rejected.jsonl.partial")
+    kinds = np.dtype([("hash", "S16"), ("order", "<u8"), ("text", "<u8"), ("start", "<i8"), ("length", "<i8"),
+                      ("id", "<u8")])
+    counts, reasons, index, place_of, total = Counter(), Counter(), bytearray(), {}, 0
+
+    def short(*parts: bytes) -> int:
+        return int.from_bytes(hashlib.blake2b(b"\0".join(parts), digest_size=8).digest(), "little")
+
+    with open(spool, "wb") as rows, open(listed, "w", encoding="utf-8") as bad:
+        for place, record in tqdm((r for f in source_files(source) for r in records(f)), desc="read", unit="row"):
+            total += 1
+            try:
+                if isinstance(record, Rejected):
+                    raise record
+                row = normalise(record, counts)
+                content = content_hash(row)
+                source_id = record.get("id")
+                row = {"id": content.hex()} | ({} if source_id is None else {"source_id": source_id}) | row
+                line = json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n"
+            except (Rejected, UnicodeEncodeError) as error:
+                reason = str(error) if isinstance(error, Rejected) else "half a surrogate pair"
+                reasons[reason] += 1
+                place_of.setdefault(reason, place)
+                bad.write(json.dumps({"place": place, "reason": reason, "row": repr(record)[:200]}) + "\n")
+                continue
+            name = 0 if source_id is None else short(json.dumps(source_id, default=str).encode())
+            index += struct.pack("<16sQQqqQ", content, short(b"%d" % seed, content), short(line), rows.tell(),
+                                 len(line), name)
+            rows.write(line)
+    index = np.frombuffer(index, kinds)
+    index = index[np.lexsort((index["text"], index["hash"]))]
+    first = np.r_[True, index["hash"][1:] != index["hash"][:-1]] if len(index) else np.zeros(0, bool)
+    reasons["a double of another row"] += int((~first).sum())
+    index = index[first]
+    named = index["id"][index["id"] != 0]
+    counts["ids that name several contents"] += len(named) - len(np.unique(named))
+    unique, index = len(index), index[np.argsort(index["order"], kind="stable")]
+    if 0 < size < unique:
+        reasons[f"not in the sample of {size}"] += unique - size
+        index = index[:size]
+    with open(spool, "rb") as rows:
+        def lines():
+            for start, length in zip(index["start"].tolist(), index["length"].tolist(), strict=True):
+                rows.seek(start)
+                yield rows.read(length).decode()
+        write_atomic(path, lines())
+    spool.unlink()
+    listed.rename(path.with_name("rejected.jsonl"))
+    print_table([("rows read", total, ""),
+                 *((f"left out: {r}", n, place_of.get(r, "")) for r, n in reasons.most_common() if n),
+                 *((f"kept, {r}", n, "") for r, n in counts.most_common() if n),
+                 (f"conversations in {path}", len(index), "")])
+    if not len(index):
+        raise ValueError(f"no row of {source} can be used; {path.with_name('rejected.jsonl')} says why for each")
+
+
+def print_table(rows: list[tuple[str, int, str]]) -> None:
+    """(what, how many, first place) in columns."""
+    width = max(len(what) for what, _, _ in rows)
+    for what, number, place in rows:
+        print(f"{what:<{width}}  {number:>10,}" + (f"   first: {place}" if place else ""), flush=True)
