@@ -46,6 +46,10 @@ class HFTarget:
         self.model = model.eval().requires_grad_(False)
         config = model.config.get_text_config()
         self.decoder = model.get_decoder()
+        if not hasattr(self.decoder, "layers"):  # some name their stack otherwise
+            self.decoder = getattr(self.decoder, "model", self.decoder)
+        if not hasattr(self.decoder, "layers"):
+            raise ValueError(f"{type(model).__name__} has no stack of decoder layers that this version can find")
         self.embed_tokens, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.layer_ids = check_layer_ids(layer_ids, config.num_hidden_layers)
         self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size

@@ -69,8 +69,9 @@ def grouped_attention(module, query, key, value, attention_mask, dropout=0.0, sc
                                    dropout, scaling, is_causal, **kwargs)[0]
                  for b, (length, mask) in enumerate(attention_mask)]
         return torch.cat(parts), None
-    if kwargs.get("position_bias") is not None or kwargs.get("s_aux") is not None:
-        raise ValueError("this target adds a bias or sinks to its attention; load it with attn_implementation='eager'")
+    if more := [key for key in ("position_bias", "s_aux", "softcap") if kwargs.get(key) is not None]:
+        raise ValueError(f"this target's attention takes {more} besides a mask; load it with targets.load_model, or "
+                         "with attn_implementation='eager'")
     batch, heads, n, _ = query.shape
     if attention_mask is None:
         causal = n > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -209,6 +210,10 @@ class SlotCache(Cache):
         ends = [length + states.shape[2] for length in self.lengths[self.first:self.last]]
         return torch.stack([F.pad(row[:, :end], (max(0, wanted - end), 0))[..., -wanted:]
                             for row, end in zip(seen, ends, strict=True)])
+
+    def update_recurrent_state(self, *args, **kwargs):
+        raise ValueError("this target has layers with a recurrent state (linear attention), which keep no past to go "
+                         "back to when a drafted token is refused; such targets are not supported")
 
     # What transformers asks while it builds the mask.
     def get_query_offset(self, layer_idx: int = 0):

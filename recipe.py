@@ -281,7 +281,8 @@ INKLING = Recipe(
     embed_key="model.llm.embed.weight", head_key="model.llm.unembed.weight",
     embed_norm_key="model.llm.embed_norm.weight",
     rope_theta=8_000_000.0, rms_norm_eps=1e-5, max_position_embeddings=8192, num_draft_layers=6, loss_decay_gamma=4.0,
-    engine="sglang", micro_batch=4, corpus="", chat_family="inkling", thinking="on",
+    engine="sglang", engine_args={"context_length": 8192}, micro_batch=4, corpus="", chat_family="inkling",
+    thinking="on",
 )
 
 # Layers that slide over 1024 tokens, embedding and head tied, the text model nested in one that also sees.

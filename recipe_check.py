@@ -22,6 +22,9 @@ from targets import SMOLLM2, check_mask_id, check_target, download, plain_errors
 # Config keys by which a target scales its logits, and whether it divides by them.
 HEAD_SCALES = {"logits_mup_width_multiplier": True, "logits_scaling": True, "logit_scale": False,
                "lm_head_multiplier": False}
+# Layer types whose memory can go back to any earlier token (kvcache.py).
+ROLLED_BACK = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "hybrid",
+               "hybrid_sliding", "conv"}
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 SAMPLE = [{"role": "user", "content": "What is two and two?"}, {"role": "assistant", "content": "Four."},
           {"role": "user", "content": "And three?"}, {"role": "assistant", "content": "Seven, then."}]
@@ -38,7 +41,7 @@ class Target:
 
     @property
     def tied(self) -> bool:
-        return bool(self.whole.tie_word_embeddings or self.config.tie_word_embeddings)
+        return any(getattr(config, "tie_word_embeddings", False) for config in (self.whole, self.config))
 
 
 def read_target(path: Path, tokenizer=None) -> Target:
@@ -83,6 +86,9 @@ def tensor_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
 
 def check_layers(recipe: Recipe, target: Target) -> str:
     from capture import check_layer_ids
+    if recurrent := sorted(set(getattr(target.config, "layer_types", None) or ()) - ROLLED_BACK):
+        raise ValueError(f"the target has layers of type {', '.join(recurrent)}, which keep no past to go back to when "
+                         "a drafted token is refused; such targets are not supported")
     check_target(recipe, target.folder)
     ids = check_layer_ids(recipe.target_layer_ids, target.config.num_hidden_layers)
     return f"outputs of {', '.join(map(str, ids))} of {recipe.num_target_layers} layers, width {recipe.hidden_size}"
@@ -243,8 +249,8 @@ def mask_candidates(target: Target, rows: int):
 
 def propose(path: Path) -> tuple[Recipe, dict[str, str]]:
     """(a recipe for the target in a folder, {field: a remark about the choice}). ValueError when none is possible."""
-    target, notes = read_target(path), {}
-    c, name = target.config, path.resolve().name.lower()
+    target = read_target(path)
+    c, name, (tables, notes) = target.config, path.resolve().name.lower(), propose_tables(target)
     L, H, taps = c.num_hidden_layers, c.hidden_size, min(5, c.num_hidden_layers - 3)
     if L < 4:
         raise ValueError(f"{path} has {L} layers; a draft needs a target of at least 4")
@@ -253,13 +259,6 @@ def propose(path: Path) -> tuple[Recipe, dict[str, str]]:
     rope = getattr(c, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     mlp = getattr(c, "intermediate_size", None)
-    embed = [(n, s) for n, (_, s) in target.tensors.items() if "embed" in n and len(s) != 1 and "unembed" not in n]
-    embed = [(n, s) for n, s in embed if not s or s[1] == H] or [("model.embed_tokens.weight", [])]
-    head = [n for n, (_, s) in target.tensors.items() if ("head" in n or "unembed" in n) and len(s) != 1]
-    norm = [n for n, (_, s) in target.tensors.items() if "embed" in n and s == [H]]
-    embed_key, rows = embed[0][0], (embed[0][1] or [c.vocab_size])[0]
-    if not target.tensors:
-        notes["embed_key"] = notes["head_key"] = "unsure: no weights here to look it up in"
     if rope.get("rope_type", "default") != "default":
         notes["rope_theta"] = f"the target's {rope['rope_type']} scaling is left out: the draft has plain RoPE"
     if "rope_theta" not in rope:
@@ -272,13 +271,11 @@ def propose(path: Path) -> tuple[Recipe, dict[str, str]]:
     values = dict(
         name=name, target=str(path), num_target_layers=L, target_layer_ids=spread_layers(L, taps),
         hidden_size=H, num_attention_heads=heads, num_key_value_heads=kv if heads % kv == 0 else heads,
-        head_dim=getattr(c, "head_dim", None) or H // heads, intermediate_size=mlp, vocab_size=rows,
-        mask_token_id=rows - 1, rope_theta=float(rope.get("rope_theta", 1e6)),
+        head_dim=getattr(c, "head_dim", None) or H // heads, intermediate_size=mlp, **tables,
+        mask_token_id=tables["vocab_size"] - 1, rope_theta=float(rope.get("rope_theta", 1e6)),
         rms_norm_eps=getattr(c, "rms_norm_eps", None) or getattr(c, "layer_norm_eps", 1e-6),
         max_position_embeddings=c.max_position_embeddings, head_scale=head_scale(c),
         output_vocab_size=getattr(c, "unpadded_vocab_size", None) or 0, embed_scale=embedding_scale(target.whole),
-        embed_norm_key=norm[0] if norm else "", embed_key=embed_key,
-        head_key=embed_key if target.tied else head[0] if head else "lm_head.weight",
         corpus="own:gsm_symbolic", corpus_size=8192, eval_tasks=("gsm_symbolic", "humaneval"))
     notes |= {"target_layer_ids": f"evenly spread from 1 to {L - 3}",
               "corpus": "or a .jsonl file, or the name of a data set",
@@ -292,11 +289,26 @@ def propose(path: Path) -> tuple[Recipe, dict[str, str]]:
         notes["mask_token_id"] = "unsure: no tokenizer here; the last row"
         notes["chat_family"] = f"unsure: no tokenizer here; there are {', '.join(FAMILIES)}"
         return recipe, notes
-    possible = ((i, what) for i, what in mask_candidates(target, rows)
+    possible = ((i, what) for i, what in mask_candidates(target, recipe.vocab_size)
                 if passes(check_mask, replace(recipe, mask_token_id=i), target))
-    mask, notes["mask_token_id"] = next(possible, (rows - 1, "UNKNOWN, fill in: text can contain every token"))
+    mask, notes["mask_token_id"] = next(possible, (recipe.mask_token_id, "UNKNOWN, fill in: text yields every id"))
     family, mode, notes["chat_family"] = propose_chat(recipe, target)
     return replace(recipe, mask_token_id=mask, chat_family=family, thinking=mode), notes
+
+
+def propose_tables(target: Target) -> tuple[dict, dict[str, str]]:
+    """({vocab_size, embed_key, head_key, embed_norm_key}, remarks) from the names and shapes of the tensors."""
+    H, names = target.config.hidden_size, target.tensors
+    tables = [n for n, (_, shape) in names.items() if not shape or len(shape) == 2 and shape[1] == H]
+    heads = [n for n in tables if any(part in n for part in ("head", "unembed", "embed_out"))]
+    embeddings = [n for n in tables if n not in heads and any(part in n for part in ("emb", "wte"))]
+    norms = [n for n, (_, shape) in names.items() if "embed" in n and shape == [H]]
+    embed = (embeddings or ["model.embed_tokens.weight"])[0]
+    rows = (names.get(embed, ("", []))[1] or [target.config.vocab_size])[0]
+    head = embed if target.tied else (heads or ["lm_head.weight"])[0]
+    unsure = [f for f, key in (("embed_key", embed), ("head_key", head)) if key not in names]
+    return ({"vocab_size": rows, "embed_key": embed, "head_key": head, "embed_norm_key": (norms or [""])[0]},
+            dict.fromkeys(unsure, "unsure: nothing here to look it up in"))
 
 
 def passes(check, recipe: Recipe, target: Target) -> bool:
@@ -388,8 +400,10 @@ def main() -> None:
     args = parser.parse_args()
     with plain_errors(ValueError):
         if args.command == "new":
-            print(as_constants(*propose(args.path)))
-            return
+            recipe, notes = propose(args.path)
+            wrong = [row for row in findings(recipe, read_target(args.path)) if row[1] == "WRONG"]
+            print("\n".join([as_constants(recipe, notes), *(f"# {name}: {text}" for name, _, text in wrong)]))
+            raise SystemExit(int(bool(wrong)))
         recipe = get_recipe(args.name)
         target = read_target(args.target or config_folder(recipe))
         rows = findings(recipe, target)

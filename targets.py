@@ -104,9 +104,11 @@ def load_model(folder: str | Path, dtype, device="cpu", attention: str | None = 
     from kvcache import pack_linears, register_attention
     transformers.utils.logging.disable_progress_bar()            # loading takes a second; the bars that matter are ours
     config = transformers.AutoConfig.from_pretrained(folder)
-    kind = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-    layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    kind, text = getattr(transformers, (config.architectures or [""])[0], None), config.get_text_config()
+    kind = kind or transformers.AutoModelForCausalLM
+    layers = set(getattr(text, "layer_types", None) or ())
     plain = (layers <= {"full_attention", "sliding_attention", "chunked_attention"}
+             and not getattr(text, "attn_logit_softcapping", None)
              and getattr(kind, "_supports_sdpa", True) and getattr(kind, "_supports_attention_backend", True))
     model = kind.from_pretrained(folder, dtype=dtype,
                                  attn_implementation=attention or register_attention() if plain else "eager")

@@ -15,16 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as T
+from safetensors.torch import save_file
 
 import data_glm
+import decode
 import eval_deepspec
 import export
 import recipe_check
 import targets
-from capture import applied_head, load_target
+from capture import TargetEmbeddingsAndHead, applied_head, load_target, table_options
 from dspark import DSparkConfig, DSparkDraft
 from recipe import RECIPES, Recipe, count_parameters, load_recipe, memory_plan
-from recipe_check import as_constants, check_embedding, check_logits, findings, propose, read_target, require_fit
+from recipe_check import as_constants, check_embedding, findings, propose, read_target, require_fit
 from targets import byte_tokenizer
 from train import train
 
@@ -250,17 +252,27 @@ def test_a_proposed_recipe_goes_through_every_stage(name, tmp_path, monkeypatch)
     every_stage(recipe)
 
 
-def test_new_and_check_are_commands(tmp_path):
+def test_new_and_check_are_commands(tmp_path, monkeypatch, capsys):
     other_target("Mistral-7B-Instruct", tmp_path / "Mistral")
-    def run(*arguments):
-        return subprocess.run([sys.executable, HERE / "recipe.py", *arguments], capture_output=True, text=True)
-
-    shown = run("new", tmp_path / "Mistral")
+    shown = subprocess.run([sys.executable, HERE / "recipe.py", "new", tmp_path / "Mistral"], capture_output=True,
+                           text=True)
     assert shown.returncode == 0 and shown.stdout.startswith("MISTRAL = Recipe(\n"), shown.stderr
-    wrong = run("check", "tiny", "--target", tmp_path / "Mistral")
-    assert wrong.returncode == 1 and "WRONG" in wrong.stdout and "Traceback" not in wrong.stderr
-    with pytest.raises(ValueError, match="has no config.json"):
-        read_target(tmp_path)
+
+    def run(*arguments) -> str:
+        monkeypatch.setattr(sys, "argv", ["recipe.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            recipe_check.main()
+        assert stopped.value.code not in (0, None)
+        return capsys.readouterr().out or str(stopped.value)
+
+    assert "WRONG" in run("check", "tiny", "--target", tmp_path / "Mistral")
+    assert "has no config.json" in run("check", "tiny", "--target", tmp_path)
+    config = json.loads((tmp_path / "Mistral/config.json").read_text())
+    for change, sentence in (({"final_logit_softcapping": 30.0}, "# logits: the target caps its logits"),
+                             ({"layer_types": ["linear_attention"] * 6}, "# layers: the target has layers of type")):
+        (tmp_path / "Mistral/config.json").write_text(json.dumps(config | change))
+        printed = run("new", tmp_path / "Mistral")
+        assert printed.startswith("MISTRAL = Recipe(") and sentence in printed
 
 
 # ---- the plan of a run
@@ -351,14 +363,13 @@ def test_a_folded_head_says_what_the_engine_says_and_padding_never_comes_out(tmp
     with torch.no_grad():
         draft.markov_head.markov_w2.weight[end:] = 100 * draft.markov_head.markov_w2.weight[end:].abs()
     torch.manual_seed(0)
-    trace = eval_deepspec.speculative_decode(target, draft, ids, max_new_tokens=30, temperature=1.0,
-                                             stop_token_ids=None)
+    trace = decode.speculative_decode(target, draft, ids, max_new_tokens=30, temperature=1.0, stop_token_ids=None)
     assert len(trace.output_ids) == 70 and max(trace.output_ids) < end
     with target.session() as session, torch.no_grad():
         drafting = draft.session()
         drafting.extend(session.extend(ids).context)
-        proposals = [eval_deepspec.propose(draft, drafting, ids[:, -1:], 1.0, 0).tokens for _ in range(20)]
-    assert max(int(p.max()) for p in proposals) < end
+        proposals = [decode.propose(draft, drafting, ids[:, -1:], 1.0, 0.0)[0].tokens for _ in range(20)]
+    assert max(int(tokens.max()) for tokens in proposals) < end
 
     # The target's own answers, as `prepare` makes them, past the window and rows of different length.
     model = targets.load_model(tmp_path / "target", torch.float32)
@@ -418,11 +429,15 @@ def test_stop_ids_that_nobody_knows_are_a_complaint(qwen, tmp_path):
 
 
 def test_quantised_layers_are_fine_and_quantised_tables_are_not(qwen, tmp_path):
-    target = read_target(Path(qwen.target))
-    plain = {name: ("BF16", [151_936, 32]) for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    assert check_embedding(qwen, replace(target, tensors=plain))
+    table, eight = torch.zeros(qwen.vocab_size, 32, dtype=torch.bfloat16), torch.float8_e4m3fn
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(qwen.target) / name, tmp_path)
+    tensors = {"model.embed_tokens.weight": table, "lm_head.weight": table.clone(),
+               "model.layers.0.mlp.up_proj.weight": torch.zeros(64, 32, dtype=eight)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert check_embedding(qwen, read_target(tmp_path))
+    read = TargetEmbeddingsAndHead(tmp_path, torch.bfloat16, **table_options(qwen))
+    assert torch.equal(read.lm_head.weight, table)
+    save_file(tensors | {"lm_head.weight": table.to(eight)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="lm_head.weight of the target is F8_E4M3"):
-        check_embedding(qwen, replace(target, tensors=plain | {"lm_head.weight": ("F8_E4M3", [151_936, 32])}))
-    target.config.final_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match="caps its logits"):
-        check_logits(qwen, target)
+        check_embedding(qwen, read_target(tmp_path))
