@@ -188,7 +188,7 @@ def attention_step(args, form: str, blocks: int):
         if form == "dense":
             block = torch.arange(rows, device=DEVICE) // K
             seen = torch.arange(S, device=DEVICE) < anchors[0].repeat_interleave(K)[:, None]
-            visible = torch.cat((seen, block[:, None] == block), 1)                           # [rows, S + rows]
+            visible = [(S, torch.cat((seen, block[:, None] == block), 1))]                    # [rows, S + rows]
         layer(x, rope, layer.keys_values(context, context_rope), visible).sum().backward()
     return step
 

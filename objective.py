@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Bytes of one vocabulary-sized fp32 buffer: on a GPU 123 blocks of 7 at V = 154,880, on a CPU 73 at V = 49,152. Every
-# slice reads the whole head, so few rows are slow: 512 blocks on two CPU cores are as fast in slices of 96 MiB as of 192,
-# and 5 to 10% slower in slices of 32 to 64.
+# slice reads the whole head, so few rows are slow: 512 blocks on two CPU cores are as fast in slices of 96 MiB as of
+# 192, and 5 to 10% slower in slices of 32 to 64.
 BUFFER_BYTES = {"cuda": 512 << 20, "cpu": 96 << 20}
 # Small batches are cut as well: 64 blocks at V = 49,152 in 3 slices are as fast as in one (6 slices: 25% slower).
 FEWEST_SLICES = 3

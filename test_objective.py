@@ -240,7 +240,7 @@ def test_grouped_attention_equals_one_dense_mask(window):
     layer, x, context, rope, kv, visible, mask = attention_case(window=window)
     assert x.shape[1] > 2 * dspark.ATTENTION_GROUP * visible.block_size
     results = []
-    for seen in (visible, mask):
+    for seen in (visible, [(context.shape[1], m) for m in mask]):
         out = layer(x, rope, kv, seen)
         wanted = (x, context, layer.q_proj.weight)
         results.append((out, *torch.autograd.grad(out.square().sum(), wanted, retain_graph=True)))
