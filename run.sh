@@ -12,6 +12,7 @@ bash run.sh data  [recipe]   the target, its corpus and the task files
 bash run.sh train [recipe]   train a draft; continues where it stopped
 bash run.sh eval  [recipe]   accept length of the newest checkpoint on the recipe's tasks
 bash run.sh report [recipe]  out/<recipe>/report.png and results.json from what the run left
+bash run.sh serve-check DIR  does the real vLLM make of a checkpoint what our own loop makes of it?
 bash run.sh test [engines]   the base tests, or those of SGLang and vLLM in their own environments
 bash run.sh lint             ruff
 END
@@ -97,7 +98,7 @@ test_engines() {
         setup_engine "$name"
         python=.venv-$name/bin/python
         say "engine tests: $("$python" -m pip freeze 2>/dev/null | grep -E '^(sglang|vllm(-cpu)?|torch|transformers)==' | xargs)"
-        "$python" -m pytest -o addopts="-q -p no:cacheprovider -rs" --junitxml="out/test_$name.xml" "test_$name.py" "$@"
+        "$python" -m pytest -o addopts="-q -p no:cacheprovider -rs" --junitxml="out/test_$name.xml" "test_$name"*.py "$@"
         grep -q ' skipped="0"' "out/test_$name.xml" || fail "the tests named above were skipped: they count as failed"
     done
 }
@@ -145,7 +146,7 @@ print(r.eval_limit, r.eval_max_new_tokens, *(part for t in tasks for part in ("-
 
 report() { "$PYTHON" report.py "$@"; }
 
-[ $# -le 2 ] || [ "$1" = test ] || fail "expected a command and at most one name, got: $*"
+[ $# -le 2 ] || [ "$1" = test ] || [ "$1" = serve-check ] || fail "expected a command and at most one name, got: $*"
 
 case "${1:-}" in
     setup) if [ $# -gt 1 ]; then setup_engine "$2"; else setup; fi ;;
@@ -153,6 +154,7 @@ case "${1:-}" in
     data | train | report) command=$1; shift; setup; "$command" "$@" ;;
     eval) shift; setup; evaluate "$@" ;;
     test) shift; if [ "${1:-}" = engines ]; then test_engines "${@:2}"; else setup; exec "$PYTHON" -m pytest "$@"; fi ;;
+    serve-check) shift; setup_engine vllm; exec .venv-vllm/bin/python serve_check.py "$@" ;;
     lint) setup; exec "$PYTHON" -m ruff check . ;;
     "" | help | -h | --help) usage ;;
     *) usage >&2; fail "there is no command named $1" ;;
