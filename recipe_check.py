@@ -9,6 +9,7 @@ them and says of which of its choices it is unsure. Read next: recipe.py, target
 """
 import argparse
 import json
+import textwrap
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def check_embedding(recipe: Recipe, target: Target) -> str:
         if shape and (shape[1] != recipe.hidden_size or shape[0] not in (recipe.vocab_size, recipe.output_vocab_size)):
             raise ValueError(f"{key} of the target is {shape}, recipe {recipe.name!r} says vocab_size = "
                              f"{recipe.vocab_size}, hidden_size = {recipe.hidden_size}; correct the recipe")
-    return f"{recipe.embed_key} and {recipe.head_key}, {recipe.vocab_size} rows"
+    return f"{recipe.embed_key} and {'tied' if target.tied else recipe.head_key}, {recipe.vocab_size} rows"
 
 
 def head_scale(config) -> float:
@@ -346,15 +347,20 @@ def embedding_scale(config) -> float:
 def as_constants(recipe: Recipe, notes: dict[str, str]) -> str:
     """The recipe as a person pastes it: one line a value that is no default, remarks behind them."""
     def shown(value) -> str:
+        if isinstance(value, tuple):
+            return f"({', '.join(map(shown, value))}{',' * (len(value) == 1)})"
         return f"{value:_}" if isinstance(value, int) and value >= 10_000 else (
-            f"({', '.join(map(shown, value))},)" if isinstance(value, tuple) else repr(value))
+            json.dumps(value) if isinstance(value, str) else repr(value))
 
     lines = []
     for f in fields(recipe):
-        value = getattr(recipe, f.name)
-        if value != f.default and value != {} or f.name in notes:
+        value, note = getattr(recipe, f.name), notes.get(f.name, "")
+        if value != f.default and value != {} or note:
             text = f"    {f.name}={shown(value)},"
-            lines.append(f"{text:<48} # {notes[f.name]}" if f.name in notes else text)
+            if note and len(note) > 68:
+                lines += textwrap.wrap(note, 114, initial_indent="    # ", subsequent_indent="    # ")
+                note = ""
+            lines.append(f"{text:<48} # {note}" if note else text)
     constant = "".join(ch if ch.isalnum() else "_" for ch in recipe.name).upper()
     constant = constant if constant[:1].isalpha() else f"TARGET_{constant}"
     return "\n".join([f"{constant} = Recipe(", *lines, ")"])
@@ -370,14 +376,18 @@ def plan_lines(recipe: Recipe, gpus: int, tp: int) -> list[str]:
     plan = memory_plan(recipe, gpus, tp)
     objective = ", ".join(f"{memory_plan(replace(recipe, num_anchors=n), gpus, tp)['objective'] / 2**30:.2f} GiB at {n}"
                           for n in (512, 1024))
-    return [f"parameters: {(trained + frozen) / 1e9:.1f} B in all, {trained / 1e9:.1f} B trained, the rest is the "
-            "target's embedding and head",
-            f"memory per GPU for {gpus} GPUs, {recipe.num_anchors} anchors"
+    count = lambda n: f"{n / 1e9:.1f} B" if n > 1e9 else f"{n / 1e6:.1f} M"                    # noqa: E731
+    share = recipe.engine_args.get("mem_fraction_static")
+    engine = [f"the engine takes {share:.0%} of a GPU: that leaves enough on one of "
+              f"{sum(plan.values()) / (1 - share) / 2**30:.0f} GiB"] if share else []
+    return [f"parameters: {count(trained + frozen)} in all, {count(trained)} trained; the others are the target's "
+            "embedding and head",
+            f"memory per GPU for {gpus} GPU{'s' * (gpus > 1)}, {recipe.num_anchors} anchors"
             + (f", the target over {tp} of them" if tp > 1 else "") + " (the engine's own comes on top):",
             *(f"  {bytes_ / 2**30:6.2f} GiB  {what}" for what, bytes_ in plan.items()),
-            f"  {sum(plan.values()) / 2**30:6.2f} GiB  together",
+            f"  {sum(plan.values()) / 2**30:6.2f} GiB  together", *engine,
             f"objective's peak: {objective} anchors",
-            f"a checkpoint: {2 * trained / 1e9:.1f} GB of weights, {12 * trained / 1e9:.1f} GB of optimizer state"]
+            f"a checkpoint: {2 * trained / 1e9:.2f} GB of weights, {12 * trained / 1e9:.2f} GB of masters and moments"]
 
 
 def config_folder(recipe: Recipe) -> Path:

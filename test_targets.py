@@ -156,6 +156,7 @@ def every_stage(recipe: Recipe) -> None:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2] and all(0 < line["loss"] < 100 for line in lines)
     assert load_recipe(out / "latest/recipe.json") == replace(recipe, max_steps=2)
+    assert json.loads((out / "latest/trainer.json").read_text())["skipped_steps"] == 0
     results = eval_deepspec.run(Namespace(
         draft=str(out / "latest"), target=None, task=None, limit=None, temperature=None, max_new_tokens=None,
         confidence_threshold=None, datasets="eval_datasets", out="results"))
@@ -370,6 +371,17 @@ def test_a_folded_head_says_what_the_engine_says_and_padding_never_comes_out(tmp
         drafting.extend(session.extend(ids).context)
         proposals = [decode.propose(draft, drafting, ids[:, -1:], 1.0, 0.0)[0].tokens for _ in range(20)]
     assert max(int(tokens.max()) for tokens in proposals) < end
+
+    # Training in slices and as a whole agree about rows that are never proposed.
+    captured, losses = target.capture(ids), []
+    for draft.chunk_blocks in (0, None):
+        draft.zero_grad()
+        loss, metrics = draft(ids, captured.context, torch.ones_like(ids), captured.final, seeds=[0], lengths=[40])
+        loss.backward()
+        losses.append([loss.detach(), draft.fc.weight.grad.clone(), draft.markov_head.markov_w2.weight.grad.clone()])
+        assert draft.markov_head.markov_w2.weight.grad[end:].abs().max() == 0
+    for full, chunked in zip(*losses, strict=True):
+        torch.testing.assert_close(torch.as_tensor(chunked), torch.as_tensor(full), rtol=1e-4, atol=1e-7)
 
     # The target's own answers, as `prepare` makes them, past the window and rows of different length.
     model = targets.load_model(tmp_path / "target", torch.float32)
