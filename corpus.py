@@ -84,8 +84,8 @@ def fetch_dataset(name: str, patterns: tuple[str, ...]) -> Path:
         return Path(snapshot_download(name, repo_type="dataset", allow_patterns=list(patterns)))
     except Exception as error:                   # its errors are of many kinds
         raise OSError(f"the data set {name} is no file or folder here and could not be fetched from Hugging Face "
-                      f"({type(error).__name__}: {str(error)[:200]}); connect to the network, or name a file"
-                      ) from error
+                      f"({type(error).__name__}: {str(error).splitlines()[0][:120]}); connect to the network, or name "
+                      "a file") from error
 
 
 def source_files(source: str) -> list[Path]:
@@ -106,7 +106,7 @@ def records(path: Path) -> Iterator[tuple[str, object]]:
             rows = (row for b in pyarrow.parquet.ParquetFile(path).iter_batches(256) for row in b.to_pylist())
             yield from ((f"{path.name}:{n}", row) for n, row in enumerate(rows, 1))
         except (OSError, ValueError) as error:   # pyarrow's own errors are of these kinds
-            yield path.name, Rejected(f"not a parquet file that can be read ({str(error)[:60]})")
+            yield path.name, Rejected(f"not a parquet file that can be read ({str(error)[:40]})")
         return
     with open(path, "rb") as file:
         first = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
@@ -172,7 +172,7 @@ def parsed(value):
 def text_of(message: dict) -> str | list:
     """The content of a message: a text, or the list of typed parts when some of it is thinking."""
     content = message.get("content", message.get("value"))
-    if content is None and (message.get("tool_calls") or message.get("reasoning_content")):
+    if content is None and any(message.get(k) for k in ("tool_calls", "reasoning_content", "reasoning")):
         return ""
     if content is None:
         raise Rejected("null content")
@@ -256,9 +256,11 @@ def normalise(row, counts: Counter) -> dict:
 
 def content_hash(row: dict) -> bytes:
     """16 bytes of a row's normalised text: rows that differ in white space, case or Unicode form only are doubles."""
-    text = json.dumps([[m["role"], m["content"], m.get("reasoning_content", ""), m.get("tool_calls", "")]
+    def plain(value) -> str:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    text = json.dumps([[plain(m.get(k, "")) for k in ("role", "content", "reasoning_content", "tool_calls")]
                        for m in row["messages"]], ensure_ascii=False)
-    text = " ".join(unicodedata.normalize("NFKC", text.replace("\\n", " ")).casefold().split())
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
