@@ -10,13 +10,16 @@ its output after the final norm and engines disagree about it. Ids are strictly 
 captures and when it drains), eval_deepspec.py (sessions at work).
 """
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from targets import load_model, target_path
+from recipe import get_recipe
+from targets import load_model, plain_errors, target_path
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,7 @@ class HFTarget:
         self.device, self.dtype = self.embed_tokens.weight.device, self.embed_tokens.weight.dtype
         self.generation_config = model.generation_config
         self._seen: dict[int, Tensor] = {}
-        for i in self.layer_ids:
-            if i == -1:
-                self.decoder.layers[0].register_forward_pre_hook(self._keep_input, with_kwargs=True)
-            else:
-                self.decoder.layers[i].register_forward_hook(self._keeper(i))
+        self._hook()
 
     @classmethod
     def from_pretrained(cls, path: str | Path, layer_ids, dtype: torch.dtype | None = None, device="cpu") -> "HFTarget":
@@ -75,6 +74,11 @@ class HFTarget:
         check_layer_ids(layer_ids, AutoConfig.from_pretrained(path).get_text_config().num_hidden_layers)
         model = load_model(path, dtype or ("auto" if cuda else torch.float32), device, attention)
         return cls(model, layer_ids)
+
+    def _hook(self) -> None:
+        layers = self.decoder.layers
+        self._hooks = [layers[i].register_forward_hook(self._keeper(i)) if i >= 0 else
+                       layers[0].register_forward_pre_hook(self._keep_input, with_kwargs=True) for i in self.layer_ids]
 
     def _keeper(self, i: int):
         def hook(module, args, output):
@@ -106,6 +110,18 @@ class HFTarget:
                 row = self._run(input_ids[b:b + 1, :n])
                 context[b, :n], final[b, :n] = row.context[0], row.final[0]
         return Captured(context, final)
+
+    @torch.no_grad()
+    def plain(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """For `probe`: what the target computes by itself, capture off, on ids [1, S]: final [S, H], and the logits
+        [V] behind the last token."""
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            out = self.decoder(input_ids=input_ids.to(self.device), use_cache=False)
+            return out.last_hidden_state[0], self.model(input_ids.to(self.device), use_cache=False).logits[0, -1]
+        finally:
+            self._hook()
 
     def session(self, slots: int = 1) -> "HFSession":
         return HFSession(self, slots)
@@ -318,3 +334,147 @@ def bigram_markov_init(lm_head: nn.Linear, samples, rank: int) -> tuple[Tensor, 
     w2 = weight @ torch.linalg.solve_triangular(root.T, basis, upper=True)                    # W root^-T basis
     scale = (w1[seen].square().mean() / w2.square().mean()) ** 0.25                           # equal sizes
     return (w1 / scale).float(), (w2 * scale).float()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# python capture.py probe
+
+
+PROBE_TEXTS = ("A farmer has 12 hens. Each lays 5 eggs a week. How many eggs are there after 3 weeks?",
+               "Write a Python function that returns the n-th Fibonacci number.", "Why is the sky blue?")
+PROBE_TOKENS = 48                                # of the target's own answer behind each text
+TOLERANCE = 0.05                                 # of a state's RMS
+
+
+def rms(x: Tensor) -> Tensor:
+    """Of every row: [..., n] -> [...]."""
+    return x.double().square().mean(-1).sqrt()
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """How far a is from b, relative to b, on average over rows: one bound serves fp32, bf16 and quantised targets, and
+    a first token a thousand times larger than the others hides none of them."""
+    return float((rms(a.double() - b.double()) / rms(b).clamp(min=1e-30)).mean())
+
+
+@torch.no_grad()
+def own_answer(target, ids: list[int], num_tokens: int, seed: int) -> list[int]:
+    """ids and the target's answer to them at temperature 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with target.session() as session:
+        new = ids
+        for _ in range(num_tokens):
+            logits = target.lm_head(session.extend(torch.tensor([new], device=target.device)).final[0, -1])
+            new = torch.multinomial(torch.softmax(logits.float().cpu(), -1), 1, generator=generator).tolist()
+            ids = ids + new
+    return ids
+
+
+@torch.no_grad()
+def probe(target, reference: nn.Module | None, prompts: list[list[int]]) -> list[str]:
+    """Whether `target` captures what it should: prints a table and a line per check, returns the failed checks' names.
+
+    reference: the same checkpoint as a transformers model, read without hooks; None leaves out what compares with it.
+    prompts: token ids. Read the measured values, too: a check that passes narrowly is worth a look.
+    """
+    k, H, failed = len(target.layer_ids), target.hidden_size, []
+
+    def check(name: str, value, ok: bool, meaning: str) -> None:
+        shown = f"{value:.2g}" if isinstance(value, float) else str(value)
+        print(f"{'ok    ' if ok else 'FAILED'} {name:<12} {shown:<28} {meaning}")
+        if not ok:
+            failed.append(name)
+
+    def streams(captured: Captured) -> list[Tensor]:
+        return [*captured.context[0].split(H, -1), captured.final[0]]                         # k + 1 of [n, H]
+
+    samples = [own_answer(target, ids, PROBE_TOKENS, seed) for seed, ids in enumerate(prompts)]
+    rows = [*samples, samples[0][:len(samples[0]) // 2]]                                      # a batch of four
+    input_ids, mask = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True).to(target.device) for x in (
+        [torch.tensor(ids) for ids in rows], [torch.ones(len(ids), dtype=torch.long) for ids in rows]))
+    batch = target.capture(input_ids, mask)
+    together = [Captured(batch.context[b:b + 1, :len(ids)], batch.final[b:b + 1, :len(ids)])
+                for b, ids in enumerate(rows)]
+    alone = [target.capture(torch.tensor([ids], device=target.device)) for ids in rows]
+    widths = (batch.context.shape[-1], batch.final.shape[-1])
+    check("widths", str(widths), widths == (k * H, H), f"{k} layers and the final state of {H} channels each")
+    if failed:
+        return failed
+
+    one = [torch.cat([streams(c)[i] for c in alone]) for i in range(k + 1)]                   # [tokens, H] per stream
+    four = [torch.cat([streams(c)[i] for c in together]) for i in range(k + 1)]
+    names = [*map(str, target.layer_ids), "final"]
+    cosine = [float(nn.functional.cosine_similarity(x.float(), one[-1].float(), dim=-1).mean()) for x in one]
+    nearest, error = names, [float("nan")] * (k + 1)
+    if reference is not None:
+        hidden = [reference(torch.tensor([ids], device=target.device), output_hidden_states=True, use_cache=False,
+                            logits_to_keep=1).hidden_states for ids in rows]
+        truth = [torch.cat([h[i][0] for h in hidden]) for i in range(len(hidden[0]))]         # embedding, layer 0, ...
+        error = [max(apart(x, truth[i + 1]) for x in pair) for i, *pair in zip(
+            (*target.layer_ids, len(truth) - 2), one, four, strict=True)]
+        far = [[apart(x, t) for t in truth] for x in one]
+        nearest = [("final" if (i := min(range(len(f)), key=f.__getitem__)) == len(f) - 1 else str(i - 1)) for f in far]
+    print(f"{'stream':>8}{'RMS':>12}{'difference':>12}{'nearest':>9}{'cosine to final':>17}")
+    for name, x, e, near, c in zip(names, one, error, nearest, cosine, strict=True):
+        print(f"{name:>8}{float(rms(x).mean()):>12.4g}{e:>12.2e}{near:>9}{c:>17.3f}")
+
+    if reference is not None:
+        check("layers", max(error), max(error) <= TOLERANCE, "worst difference from transformers, relative to the RMS")
+        check("offset", ",".join(nearest), nearest == names, "the layer of transformers that each stream is nearest to")
+    pairs = [apart(one[i], one[j]) for i in range(k + 1) for j in range(i)]
+    check("distinct", min(pairs), min(pairs) > 1e-3, "closest pair of streams; 0 is one buffer handed out twice")
+    worst = max(apart(a, b) for a, b in zip(four, one, strict=True))
+    check("batch", worst, worst <= TOLERANCE, "samples in a batch of 4 against the same ones alone")
+    finals, logits = zip(*(target.plain(torch.tensor([ids], device=target.device)) for ids in rows), strict=True)
+    worst = apart(one[-1], torch.cat(finals))
+    check("capture off", worst, worst <= TOLERANCE, "the final state with capture and without")
+    ours, theirs = torch.stack([target.lm_head(c.final[0, -1]) for c in alone]).float(), torch.stack(logits).float()
+    real = (ours[0] > -1e29).nonzero()[:, 0]             # ids that can come out of the target: padding cannot
+    ours, theirs = ours[:, real], theirs[:, real]
+    regret = (ours.amax(-1) - ours.gather(1, theirs.argmax(-1, keepdim=True))[:, 0]) / rms(ours)
+    check("next token", float(regret.max()), float(regret.max()) <= TOLERANCE,
+          "how much lm_head(final) prefers another token than the target")
+    scale = apart(ours, theirs)
+    check("logits", scale, scale <= TOLERANCE, "lm_head(final) against the target's own logits")
+    check("depth", f"{cosine[0]:.3f}..{cosine[-2]:.3f}", k == 1 or cosine[-2] > cosine[0],
+          "the deepest stream is nearer to the final state than the shallowest")
+    for name, captured in (("shift", alone), ("shift of 4", together)):
+        hits = {d: [] for d in (-1, 0, 1, 2)}
+        for ids, start, c in zip(samples, map(len, prompts), captured, strict=False):         # on their own answers
+            best = target.lm_head(c.final[0]).argmax(-1).tolist()
+            for d, found in hits.items():
+                found += [best[t] == ids[t + d] for t in range(start, len(ids) - 2)]
+        rate = {d: sum(found) / len(found) for d, found in hits.items()}
+        check(name, " ".join(f"{d:+d}:{r:.2f}" for d, r in rate.items()),
+              rate[1] > 0.2 + max(r for d, r in rate.items() if d != 1), "argmax meets the recorded token at +1 only")
+    return failed
+
+
+def main() -> None:
+    """python capture.py probe [recipe] [--alone]; --alone: no transformers model to compare with, for what only an
+    engine can hold."""
+    from transformers import AutoTokenizer
+
+    from data_glm import encode_prompt
+    from ranks import first_here_then_others, start_world
+    names = [name for name in sys.argv[2:] if name != "--alone"]
+    if sys.argv[1:2] != ["probe"] or len(names) > 1:
+        raise SystemExit("usage: python capture.py probe [recipe] [--alone]")
+    recipe, world = get_recipe(*names), start_world()
+    with plain_errors(ValueError):
+        path = first_here_then_others(world, lambda: target_path(recipe))
+        target, tokenizer = load_target(recipe, world.device, path), AutoTokenizer.from_pretrained(path)
+    reference = None
+    if "--alone" not in sys.argv:
+        reference = getattr(target, "model", None) or load_model(path, target.dtype, world.device)
+    prompts = [encode_prompt(text, tokenizer, recipe.chat_family)[0].tolist() for text in PROBE_TEXTS]
+    print(f"{recipe.name} on {recipe.engine}, {str(target.dtype)[6:]}; {len(prompts)} prompts, each followed by "
+          f"{PROBE_TOKENS} tokens of the target's own answer")
+    failed = probe(target, reference, prompts)
+    dist.destroy_process_group()
+    if failed:
+        raise SystemExit(f"probe failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

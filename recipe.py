@@ -222,6 +222,10 @@ SMOLLM2_DEMO = Recipe(
     corpus="own:gsm_symbolic", corpus_size=256, corpus_max_new_tokens=192,
 )
 
+# The small targets on SGLang: the training and evaluation of a cluster, small enough for a laptop (README, Engines).
+TINY_SGLANG = dataclasses.replace(TINY, name="tiny-sglang", engine="sglang", engine_args={"page_size": 16})
+SMOLLM2_SGLANG = dataclasses.replace(SMOLLM2_DEMO, name="smollm2-sglang", engine="sglang")
+
 # The same target, about two hours on two cores: a drafter worth using.
 SMOLLM2 = dataclasses.replace(
     SMOLLM2_DEMO, name="smollm2", corpus_size=768, epochs=3, eval_limit=32, eval_max_new_tokens=256,
@@ -295,8 +299,8 @@ GEMMA3_4B = Recipe(
     chat_family="gemma", eval_tasks=("gsm8k", "mbpp", "mt-bench"),
 )
 
-RECIPES = {r.name: r for r in (TINY, SMOLLM2_DEMO, SMOLLM2, SMOLLM2_DFLASH2, QWEN3_4B, QWEN3_4B_DFLASH2,
-                                QWEN3_8B, QWEN3_14B, GEMMA3_4B, GLM_52, INKLING)}
+RECIPES = {r.name: r for r in (TINY, TINY_SGLANG, SMOLLM2_DEMO, SMOLLM2_SGLANG, SMOLLM2, SMOLLM2_DFLASH2, QWEN3_4B,
+                                QWEN3_4B_DFLASH2, QWEN3_8B, QWEN3_14B, GEMMA3_4B, GLM_52, INKLING)}
 DEFAULT = SMOLLM2_DEMO
 
 

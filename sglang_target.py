@@ -167,9 +167,19 @@ def capture_by_hook(model, layer_ids: tuple[int, ...]) -> None:
 
     def keep(module, args, kwargs):
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        aux = given["aux_hidden_states"]
-        model.captured = aux if torch.is_tensor(aux) else torch.cat(list(aux), -1), given["hidden_states"]
+        aux = given.get("aux_hidden_states")
+        model.captured = (torch.cat(list(aux), -1) if isinstance(aux, list) else aux), given["hidden_states"]
     model.logits_processor.register_forward_pre_hook(keep, with_kwargs=True)
+
+
+@contextlib.contextmanager
+def capture_off(model):
+    """Inside, the model captures no layers, as it does when it serves."""
+    layers, model.model.layers_to_capture, model.capture_aux_hidden_states = model.model.layers_to_capture, [], False
+    try:
+        yield
+    finally:
+        model.model.layers_to_capture, model.capture_aux_hidden_states = layers, True
 
 
 def stop_runner() -> None:
@@ -309,7 +319,6 @@ class SGLangTarget:
         out = self.slots.extend(reqs, new)
         context, final = ((out.hidden_states, out.last_hidden_states) if self.native
                           else self.runner.model.__dict__.pop("captured"))
-        self.next_logits = out.next_token_logits         # [sequences, V], the engine's own
         wanted = (sum(map(len, new)), len(self.layer_ids) * self.hidden_size)
         if context.shape != wanted or final.shape != (wanted[0], self.hidden_size):
             raise ValueError(f"the engine returned states of shape {tuple(context.shape)} and {tuple(final.shape)}, "
@@ -346,6 +355,18 @@ class SGLangTarget:
 
     def _fits(self, lengths: list[int]) -> bool:
         return sum(lengths) <= FORWARD_TOKENS and self.slots.fits([(0, n) for n in lengths])
+
+    @torch.no_grad()
+    def plain(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """For `probe`: final [S, H] and the last token's logits [V] of ids [1, S], with capture off."""
+        req = self.slots.open("plain")
+        try:
+            with capture_off(self.runner.model):
+                out = self.slots.extend([req], input_ids.tolist())
+            captured = self.runner.model.__dict__.pop("captured", (None, out.hidden_states))
+            return captured[1], out.next_token_logits[0]
+        finally:
+            self.slots.close(req)
 
     def session(self) -> "SGLangSession":
         return SGLangSession(self)
