@@ -236,9 +236,9 @@ class Slots:
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
         runner = self.runner
         for req, ids in zip(reqs, new, strict=True):
-            req.prefix_len = len(req.full_untruncated_fill_ids)
+            req.prefix_len = self.length(req)
             req.full_untruncated_fill_ids.extend(ids)
-            req.extend_end = len(req.full_untruncated_fill_ids)
+            req.extend_end = self.length(req)
         batch = ScheduleBatch.init_new(
             reqs=reqs, req_to_token_pool=self.table, tree_cache=self.tree,
             token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator, model_config=runner.model_config,
@@ -249,6 +249,9 @@ class Slots:
         forward = ForwardBatch.init_new(batch, runner, capture_hidden_mode=CaptureHiddenMode.FULL,
                                         return_hidden_states_before_norm=False)
         return runner.forward(forward).logits_output
+
+    def length(self, req) -> int:
+        return len(req.full_untruncated_fill_ids)
 
     def truncate(self, req, length: int) -> None:
         """Keep the first `length` tokens. The pool frees whole pages, so the page that `length` cuts stays ours, and
@@ -368,8 +371,8 @@ class SGLangTarget:
         finally:
             self.slots.close(req)
 
-    def session(self) -> "SGLangSession":
-        return SGLangSession(self)
+    def session(self, slots: int = 1) -> "SGLangSession":
+        return SGLangSession(self, slots)
 
     def drain(self) -> None:
         """Wait for all device work, what the engine queued on its own streams included; see HFTarget.drain."""
@@ -383,10 +386,12 @@ class SGLangTarget:
 
 
 class SGLangSession:
-    """One growing sequence in the engine's pool; use as a context manager, so that its slots always return."""
+    """Growing sequences in the engine's pool, one or many, as HFSession describes; use as a context manager, so that
+    their slots always return."""
 
-    def __init__(self, target: SGLangTarget):
-        self.target, self.req = target, target.slots.open("session")
+    def __init__(self, target: SGLangTarget, slots: int = 1):
+        self.target, self.slots = target, target.slots
+        self.rows = [self.slots.open("session")] if slots == 1 else []
 
     def __enter__(self) -> "SGLangSession":
         return self
@@ -396,18 +401,35 @@ class SGLangSession:
 
     @property
     def length(self) -> int:
-        return len(self.req.full_untruncated_fill_ids)
+        return max((self.slots.length(row) for row in self.rows), default=0)
 
     def extend(self, ids: Tensor) -> Captured:
-        """Append ids [1, n]; returns their states, rows of the new tokens only."""
-        self.target.slots.check([(self.length, ids.shape[1])])
-        return self.target._run([self.req], ids.tolist())
+        """Append ids [B, n] to the B rows; returns the states of the new tokens only."""
+        return self._extend(self.rows, ids)
 
-    def rollback(self, length: int) -> None:
-        """Forget everything from absolute position `length` on."""
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot roll back to {length}: the session holds {self.length} tokens")
-        self.target.slots.truncate(self.req, length)
+    def _extend(self, rows: list, ids: Tensor) -> Captured:
+        self.slots.check([(self.slots.length(row), ids.shape[1]) for row in rows])
+        states = self.target._run(rows, ids.tolist())
+        return Captured(*(x[0].unflatten(0, tuple(ids.shape)) for x in (states.context, states.final)))
+
+    def admit(self, ids: Tensor) -> Captured:
+        """A new row that begins with ids [1, n]."""
+        self.rows.append(self.slots.open("session"))
+        return self._extend(self.rows[-1:], ids)
+
+    def drop(self, row: int) -> None:
+        self.rows[row], dropped = self.rows[-1], self.rows[row]
+        self.rows.pop()
+        self.slots.close(dropped)
+
+    def rollback(self, length: int | list[int]) -> None:
+        """Forget everything from absolute position `length` on (of every row, or a list of one for each)."""
+        lengths = [length] * len(self.rows) if isinstance(length, int) else length
+        for row, keep in zip(self.rows, lengths, strict=True):
+            if not 0 <= keep <= self.slots.length(row):
+                raise ValueError(f"cannot roll back to {keep}: the sequence holds {self.slots.length(row)} tokens")
+            self.slots.truncate(row, keep)
 
     def close(self) -> None:
-        self.target.slots.close(self.req)
+        while self.rows:
+            self.slots.close(self.rows.pop())
