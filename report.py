@@ -84,6 +84,27 @@ def draw(lines: list[dict], found: dict, title: str, path: Path) -> None:
     plt.close(figure)
 
 
+def draw_evaluation(value: dict, path: Path) -> None:
+    """The picture of one evaluation's results.json: accept rate by position and histogram of accept lengths, by task.
+    """
+    figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.8))
+    tasks, most = value["samples"], len(value["metrics"]["overall"]["accept_rate"]) + 1
+    for i, (name, samples) in enumerate(tasks.items()):
+        metrics, width = value["metrics"][name], 0.8 / len(tasks)
+        axes[0].plot(range(most - 1), metrics["accept_rate"], marker="o", label=name)
+        lengths = [n for s in samples for n in s["acceptance_lengths"]]
+        share = [lengths.count(n) / max(len(lengths), 1) for n in range(1, most + 1)]
+        axes[1].bar([n + (i + 0.5) * width - 0.4 for n in range(1, most + 1)], share, width,
+                    label=f"{name}: mean {metrics['accept_len']:.2f}")
+    axes[0].set(xlabel="position in the block", ylim=(0, 1), title="accept rate by position")
+    axes[1].set(xlabel="accept length", ylabel="share of proposals", title="accept lengths")
+    for axis in axes:
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    plt.close(figure)
+
+
 def report(recipe: Recipe, out: Path) -> None:
     """Write and print the report of the run in `out`."""
     lines, found = collect(out)

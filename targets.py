@@ -132,8 +132,8 @@ def of_the_disk(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def plain_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Errors of files and disks, and of the kinds named, end a command with a sentence and exit code 1.
+def plain_errors(*kinds: type[Exception], code: int = 1) -> Iterator[None]:
+    """Errors of files and disks, and of the kinds named, end a command with a sentence and an exit code.
 
     Ctrl-C ends it with 130; anything else is a bug and keeps its traceback.
     """
@@ -148,6 +148,9 @@ def plain_errors(*kinds: type[Exception]) -> Iterator[None]:
             where = getattr(error, "filename", None) or "while writing in data/, eval_datasets/ or out/"
             text = (f"{getattr(error, 'strerror', None) or error}: {where}; make room there or mend the permissions, "
                     "then run the same command again: it goes on where it was")
+        if code != 1:
+            print(f"error: {text}", file=sys.stderr)
+            raise SystemExit(code) from error
         raise SystemExit(f"error: {text}") from error
 
 
