@@ -222,14 +222,15 @@ class TargetEmbeddingsAndHead:
     """The two tensors that a draft borrows from its target, read alone by key: an engine holds the rest, in shards.
 
     embed_tokens, lm_head: frozen modules over tables [V, H]; one table when the keys are equal or config.json ties
-    them. embed_norm (key of the norm's weight, its eps) and embed_scale: what the target's embedding module does to a
-    row. rows: allocate so many, zeros behind what the file holds (vocabularies that engines pad); 0: what it holds.
+    them. embed_norm_key (of the norm's weight; its eps is the config's) and embed_scale: what the target's embedding
+    module does to a row. rows: allocate so many, zeros behind what the file holds (vocabularies that engines pad); 0:
+    what it holds.
     Raises ValueError when a key is missing, naming the ones that could be meant.
     """
 
     def __init__(self, path: str | Path, dtype: torch.dtype, device="cpu", *,
                  embed_key: str = "model.embed_tokens.weight", head_key: str = "lm_head.weight",
-                 embed_scale: float = 1.0, embed_norm: tuple[str, float] = ("", 0.0), rows: int = 0):
+                 embed_scale: float = 1.0, embed_norm_key: str = "", rows: int = 0):
         def read(key: str) -> Tensor:
             weight = read_tensor(Path(path), key)
             if not weight.is_floating_point() or weight.element_size() < 2:
@@ -250,8 +251,10 @@ class TargetEmbeddingsAndHead:
                              f"{tuple(head.shape)}; they must be equal")
         self.embed_tokens = TargetEmbedding.from_pretrained(table)
         self.embed_tokens.scale = embed_scale
-        if embed_norm[0]:
-            self.embed_tokens.norm, self.embed_tokens.eps = read(embed_norm[0]), embed_norm[1]
+        if embed_norm_key:
+            from transformers import AutoConfig
+            self.embed_tokens.norm = read(embed_norm_key)
+            self.embed_tokens.eps = AutoConfig.from_pretrained(path).get_text_config().rms_norm_eps
         self.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
         self.lm_head.weight = nn.Parameter(head, requires_grad=False)
 
@@ -259,7 +262,7 @@ class TargetEmbeddingsAndHead:
 def table_options(recipe) -> dict:
     """How TargetEmbeddingsAndHead reads the tables of a recipe's target."""
     return {"embed_key": recipe.embed_key, "head_key": recipe.head_key, "embed_scale": recipe.embed_scale,
-            "embed_norm": (recipe.embed_norm_key, recipe.rms_norm_eps),
+            "embed_norm_key": recipe.embed_norm_key,
             "rows": recipe.vocab_size if recipe.output_vocab_size else 0}
 
 

@@ -251,6 +251,11 @@ def mask_candidates(target: Target, rows: int):
 def propose(path: Path) -> tuple[Recipe, dict[str, str]]:
     """(a recipe for the target in a folder, {field: a remark about the choice}). ValueError when none is possible."""
     target = read_target(path)
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+    missing = [key for key in needed if not isinstance(getattr(target.config, key, None), int)]
+    if missing or target.whole.is_encoder_decoder:
+        raise ValueError(f"{path} holds a {target.whole.model_type}, whose config states no "
+                         f"{', '.join(missing) or 'decoder alone'}; a draft needs a decoder-only transformer")
     c, name, (tables, notes) = target.config, path.resolve().name.lower(), propose_tables(target)
     L, H, taps = c.num_hidden_layers, c.hidden_size, min(5, c.num_hidden_layers - 3)
     if L < 4:

@@ -187,6 +187,15 @@ def sessions_agree(recipe: Recipe) -> None:
         assert (seen - want).abs().max() < 1e-5 * want.abs().max()
 
 
+def tables_agree(recipe: Recipe) -> None:
+    """Embedding and head read alone, as beside an engine, say what the whole model says, to the bit."""
+    target, ids = load_target(recipe), torch.tensor([[1000, 1100, recipe.mask_token_id]])
+    alone = TargetEmbeddingsAndHead(recipe.target, torch.float32, **table_options(recipe))
+    embedded = alone.embed_tokens(ids)
+    assert torch.equal(embedded, target.embed_tokens(ids))
+    assert torch.equal(applied_head(alone.lm_head, recipe)(embedded), target.lm_head(embedded))
+
+
 @pytest.mark.parametrize("name", ["gemma-3-4b", "glm-5.2", "inkling", "qwen3-14b", "qwen3-4b", "qwen3-8b", "smollm2"])
 def test_a_recipe_goes_through_every_stage_on_a_stand_in_of_its_target(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -195,6 +204,7 @@ def test_a_recipe_goes_through_every_stage_on_a_stand_in_of_its_target(name, tmp
                   "stop_token_ids", "chat_family", "thinking", "head_scale", "embed_key", "head_key", "block_size"):
         assert getattr(recipe, field) == getattr(RECIPES[name], field)
     sessions_agree(recipe)
+    tables_agree(recipe)
     every_stage(recipe)
 
 
@@ -268,6 +278,8 @@ def test_new_and_check_are_commands(tmp_path, monkeypatch, capsys):
 
     assert "WRONG" in run("check", "tiny", "--target", tmp_path / "Mistral")
     assert "has no config.json" in run("check", "tiny", "--target", tmp_path)
+    T.T5Config().save_pretrained(tmp_path / "T5")
+    assert "decoder-only" in run("new", tmp_path / "T5")
     config = json.loads((tmp_path / "Mistral/config.json").read_text())
     for change, sentence in (({"final_logit_softcapping": 30.0}, "# logits: the target caps its logits"),
                              ({"layer_types": ["linear_attention"] * 6}, "# layers: the target has layers of type")):
