@@ -3,6 +3,7 @@
     python bench.py objective [--blocks 512 --length 1000 --head gated --json FILE]     the three forms of the objective
     python bench.py objective --dry --blocks 1024 --vocab 154880 --length 8192          its memory, by formula, no run
     python bench.py attention                   grouped attention against one dense mask, from 64 to 512 blocks
+    python bench.py capture                     HFTarget.capture against output_hidden_states=True and logits
     python bench.py step                        one training step of the default recipe, phase by phase
     python bench.py eval                        decoding: the plain way, ours one prompt at a time, ours eight at a time
 
@@ -11,6 +12,7 @@ all forms alike. Seconds are medians; peak_mb is what a form adds to the highest
 memory) that the process had before its first forward. Read next: objective.py.
 """
 import argparse
+import functools
 import json
 import platform
 import resource
@@ -193,11 +195,28 @@ def attention_step(args, form: str, blocks: int):
     return step
 
 
+@functools.cache
+def loaded_target():
+    from capture import load_target
+    return load_target(DEFAULT, DEVICE)
+
+
+def capture_step(args, form: str, blocks: int):
+    """Captures a micro-batch of the default recipe, by hooks or as a transformers user would; 8 tokens to warm up."""
+    target = loaded_target()
+    ids = torch.randint(1000, (DEFAULT.micro_batch, args.length if blocks > 1 else 8), device=DEVICE)
+
+    @torch.no_grad()
+    def everything():
+        out = target.model(ids, output_hidden_states=True, use_cache=False)
+        return torch.cat([out.hidden_states[i + 1] for i in target.layer_ids], -1), out.hidden_states[-1], out.logits
+    return everything if form == "all+logits" else lambda: target.capture(ids)
+
+
 def step_phases(args) -> dict:
     """One optimizer step of the default recipe on one micro-batch of random tokens, phase by phase."""
-    from capture import load_target
     from train import make_optimizers
-    target = load_target(DEFAULT, DEVICE)
+    target = loaded_target()
     draft = DSparkDraft(DSparkConfig.from_recipe(DEFAULT)).configure_objective(DEFAULT).to(DEVICE)
     draft.attach(target.embed_tokens, target.lm_head)
     optimizers = make_optimizers(draft, DEFAULT)
@@ -370,10 +389,10 @@ def show(result: dict, base_of) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("objective", "attention", "step", "eval"))
+    parser.add_argument("what", choices=("objective", "attention", "capture", "step", "eval"))
     parser.add_argument("--dry", action="store_true", help="objective: only compute the memory of its buffers")
     parser.add_argument("--blocks", type=int, default=64, help="anchors of the sequence")
-    parser.add_argument("--length", type=int, help="tokens of the sequence (objective, step 250; attention 1000)")
+    parser.add_argument("--length", type=int, help="tokens of the sequence (attention 1000, others 250)")
     parser.add_argument("--vocab", type=int, default=DEFAULT.vocab_size)
     parser.add_argument("--hidden", type=int, default=DEFAULT.hidden_size)
     parser.add_argument("--rank", type=int, default=DEFAULT.markov_rank)
@@ -392,7 +411,7 @@ def main() -> None:
     args.length = args.length or (1000 if args.what == "attention" else 250)
     if args.threads:
         torch.set_num_threads(args.threads)
-    make = {"objective": objective_step, "attention": attention_step}.get(args.what)
+    make = {"objective": objective_step, "attention": attention_step, "capture": capture_step}.get(args.what)
     if args.form:
         form, _, blocks = args.form.partition("@")
         small = argparse.Namespace(**vars(args) | {"vocab": 1000})    # a warm-up that leaves no high-water mark behind
@@ -404,6 +423,10 @@ def main() -> None:
         result = decoding(args)
     elif args.what == "step":
         result = show(step_phases(args), lambda name: "step")
+    elif args.what == "capture":
+        result = show(in_processes(args, ["all+logits", "capture"]), lambda name: "all+logits")
+        print({name: f"{DEFAULT.micro_batch * args.length / result[name]['seconds']:.0f} tokens/s"
+               for name in ("all+logits", "capture")})
     elif args.what == "attention":
         result = show(in_processes(args, ATTENTION_FORMS), lambda name: name.partition("@")[0] + "@64")
     else:

@@ -269,3 +269,44 @@ def test_a_checkpoint_without_head_names_what_it_has(checkpoints, tmp_path):
     (tmp_path / "config.json").write_text((checkpoints["llama"] / "config.json").read_text())
     with pytest.raises(ValueError, match="no tensor 'lm_head.weight'.*model.embed_tokens.weight, output_head.weight"):
         SGLangTarget.from_pretrained(tmp_path, LAYERS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The commands, on this engine
+
+
+TRAIN = """
+import dataclasses, json, sys
+sys.path.insert(0, sys.argv[1])
+import train
+from recipe import RECIPES
+train.train(dataclasses.replace(RECIPES[sys.argv[2]], corpus="chats.jsonl", corpus_size=0, max_steps=3))
+"""
+
+
+def test_training_and_evaluation_are_those_on_transformers(tmp_path):
+    generator, text = torch.Generator().manual_seed(0), lambda: "".join(
+        map(chr, torch.randint(97, 123, (60,), generator=generator)))
+    chats = [{"id": i, "messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": text()}]}
+             for i in range(24)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (tmp_path / "eval_datasets").mkdir()
+    (tmp_path / "eval_datasets" / "words.jsonl").write_text("".join(
+        json.dumps({"turns": [text()]}) + "\n" for _ in range(3)))
+    (tmp_path / "train_it.py").write_text(TRAIN)
+
+    def run(*command):
+        done = subprocess.run([sys.executable, *map(str, command)], cwd=tmp_path, text=True, capture_output=True,
+                              env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stdout + done.stderr
+    losses, answers = {}, {}
+    for name in ("tiny", "tiny-sglang"):
+        run(tmp_path / "train_it.py", HERE, name)
+        lines = (tmp_path / "out" / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [json.loads(line)["loss"] for line in lines]
+        run(HERE / "eval_deepspec.py", "--draft", f"out/{name}/latest", "--task", "words", "--max-new-tokens", 24,
+            "--temperature", 1, "--out", f"out/{name}/eval")
+        results = json.loads((tmp_path / "out" / name / "eval" / "results.json").read_text())
+        answers[name] = [[s[key] for key in ("new_ids", "acceptance_lengths")] for s in results["samples"]["words"]]
+    assert losses["tiny-sglang"] == pytest.approx(losses["tiny"], rel=1e-5) and len(losses["tiny"]) == 3
+    assert answers["tiny-sglang"] == answers["tiny"] and len(answers["tiny"]) == 3
