@@ -115,7 +115,15 @@ data() {
     "$PYTHON" data_glm.py tokenize "$@"
 }
 
+# What runs the target runs in the environment of the recipe's engine.
+use_engine() {
+    local engine
+    engine=$("$PYTHON" -c 'import sys; from recipe import get_recipe; print(get_recipe(*sys.argv[1:]).engine)' "$@")
+    [ "$engine" = transformers ] || { setup_engine "$engine"; PYTHON=.venv-$engine/bin/python; }
+}
+
 train() {
+    use_engine "$@"
     say "train: the draft of recipe $(recipe_name "$@")"
     "$PYTHON" train.py "$@"
 }
@@ -123,6 +131,7 @@ train() {
 # Accept length of the trained draft and, at T = 0, of the untrained one (step_0) on the recipe's tasks.
 evaluate() {
     local name out tasks limit new temperature
+    use_engine "$@"
     name=$(recipe_name "$@")
     out=out/$name
     say "eval: accept length by propose, verify, accept"
