@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from decode import GREEDY_BELOW, choose, sample, to_probabilities
 from dspark import DSparkConfig, DSparkDraft, Layer, Supervision
-from export import FLASH2, draft_kind, read_values, speculative_tokens
+from layouts import FLASH2, draft_kind, read_values, speculative_tokens
 from objective import explain_nonfinite, global_sum, rows_per_slice, vocabulary_terms_chunked, vocabulary_terms_full
 
 # Trainers that keep the codebooks in nn.Embedding say `.weight`; checkpoints, engines and this class do not. Loading,

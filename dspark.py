@@ -39,7 +39,7 @@ ATTENTION_GROUP = 16                                     # blocks that share one
 
 @dataclass(frozen=True)
 class DSparkConfig:
-    """Geometry of a draft, as config.json holds it (export.py)."""
+    """Geometry of a draft, as config.json holds it (layouts.py)."""
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -80,8 +80,8 @@ class DSparkConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "DSparkConfig":
-        """Read config.json, in whichever layout that export.py knows."""
-        from export import fields_of, read_values
+        """Read config.json, in whichever layout that layouts.py knows."""
+        from layouts import fields_of, read_values
         return cls(**fields_of(read_values(folder)[0], cls)).validate()
 
     def problems(self) -> list[str]:
@@ -128,7 +128,7 @@ class DSparkConfig:
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Write config.json in the DeepSpec layout; dtype: that of the tensors beside it."""
-        from export import save_config
+        from layouts import save_config
         save_config(self, folder, dtype)
 
 
@@ -487,13 +487,13 @@ class DSparkDraft(nn.Module):
     def from_pretrained(cls, folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> "DSparkDraft":
         """Load a checkpoint strictly. dtype None keeps the file's. Embedding and head are taken from it when it has
         them."""
-        from export import load_draft
+        from layouts import load_draft
         return load_draft(cls, folder, dtype, device)
 
     def load_tensors(self, tensors: dict[str, Tensor], where: str = "checkpoint") -> None:
         """Copy tensors in by name. Raises ValueError naming every missing, unknown or wrongly shaped one; nothing is
         partial."""
-        from export import tensor_problems
+        from layouts import tensor_problems
         problems = tensor_problems(self.state_dict(), tensors)
         if problems:
             raise ValueError(f"{where} does not fit this draft ({len(problems)} problems): " + "; ".join(problems[:8])

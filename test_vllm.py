@@ -15,7 +15,8 @@ from capture import HFTarget
 from decode import speculative_decode
 from dflash2 import DFlash2Config, read_draft
 from dspark import DSparkConfig, DSparkDraft
-from export import convert, findings, save_config
+from export import convert, findings
+from layouts import save_config
 from serve_check import check_prompt, compare, engine
 
 SERVE = Path(__file__).parent / "testdata" / "golden" / "serve"

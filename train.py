@@ -47,6 +47,7 @@ from checkpoint import (
 from data_glm import drop_torn_line, load_tokens, read_rows
 from dflash2 import new_draft
 from dspark import DSparkDraft
+from layouts import load_draft_tensors
 from optimizers import make_optimizers, split_like
 from plan import Plan, describe, make_plan
 from ranks import (
@@ -228,7 +229,7 @@ def make_draft(recipe: Recipe, target, folder: Path | None) -> DSparkDraft:
     draft = new_draft(recipe)
     draft.attach(target.embed_tokens, target.lm_head)
     if folder is not None:
-        tensors = export.load_draft_tensors(folder)
+        tensors = load_draft_tensors(folder)
         draft.load_tensors({name: tensor.float() for name, tensor in tensors.items()}, where=str(folder))
     draft.to(target.device)
     for p in draft.parameters():
