@@ -105,8 +105,20 @@ def check_draft(recipe: Recipe, target: Target) -> str:
             f"{recipe.num_key_value_heads} key/value heads of {recipe.head_dim}, MLP {recipe.intermediate_size}")
 
 
+def embedding_scale(target: Target) -> float:
+    """What the target's embedding module multiplies by, from a copy of the text model without memory."""
+    import torch
+    from transformers import AutoModel
+    with torch.device("meta"):
+        module = AutoModel.from_config(target.config).get_input_embeddings()
+    return float(getattr(module, "scalar_embed_scale", 1.0))
+
+
 def check_embedding(recipe: Recipe, target: Target) -> str:
     """The two tensors that the draft borrows: there, plain, of the recipe's shape."""
+    if abs((scale := embedding_scale(target)) / recipe.embed_scale - 1) > 1e-6:
+        raise ValueError(f"recipe {recipe.name!r} says embed_scale = {recipe.embed_scale:g}, the target's embedding "
+                         f"module multiplies by {scale:g}; correct the recipe")
     if not target.tensors:
         if target.config.vocab_size != recipe.vocab_size:
             raise ValueError(f"recipe {recipe.name!r} says vocab_size = {recipe.vocab_size}, the target's config has "
@@ -281,7 +293,7 @@ def propose(path: Path) -> tuple[Recipe, dict[str, str]]:
         mask_token_id=tables["vocab_size"] - 1, rope_theta=float(rope.get("rope_theta", 1e6)),
         rms_norm_eps=getattr(c, "rms_norm_eps", None) or getattr(c, "layer_norm_eps", 1e-6),
         max_position_embeddings=c.max_position_embeddings, head_scale=head_scale(c),
-        output_vocab_size=getattr(c, "unpadded_vocab_size", None) or 0, embed_scale=embedding_scale(target.whole),
+        output_vocab_size=getattr(c, "unpadded_vocab_size", None) or 0, embed_scale=embedding_scale(target),
         corpus="own:gsm_symbolic", corpus_size=8192, eval_tasks=("gsm_symbolic", "humaneval"))
     notes |= {"target_layer_ids": f"evenly spread from 1 to {L - 3}",
               "corpus": "or a .jsonl file, or the name of a data set",
@@ -335,18 +347,6 @@ def propose_chat(recipe: Recipe, target: Target) -> tuple[str, str, str]:
     fitting.sort(key=lambda family: (modes[family] != "none") != thinks)
     also = f"; unsure: {', '.join(fitting[1:])} would fit as well" if fitting[1:] else ""
     return fitting[0], modes[fitting[0]], "fits the tokenizer's template" + also
-
-
-def embedding_scale(config) -> float:
-    """What the target's embedding module multiplies by, from a copy of the model without memory."""
-    import torch
-    import transformers
-    kind = getattr(transformers, (config.architectures or [""])[0], None)
-    if kind is None:
-        return 1.0
-    with torch.device("meta"):
-        module = kind(config).get_input_embeddings()
-    return float(getattr(module, "scalar_embed_scale", 1.0))
 
 
 def as_constants(recipe: Recipe, notes: dict[str, str]) -> str:

@@ -430,6 +430,7 @@ def qwen(tmp_path_factory):
     ({"head_scale": 0.5}, "head_scale = 0.5, the target's config says 1"),
     ({"output_vocab_size": 150_000}, "output_vocab_size = 150000"),
     ({"hidden_size": 64}, "hidden_size = 32"),
+    ({"embed_scale": 2.0}, "embed_scale = 2, the target's embedding module multiplies by 1"),
 ])
 def test_a_wrong_recipe_fails_in_check_and_when_training_starts(qwen, changes, sentence, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
