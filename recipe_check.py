@@ -58,7 +58,9 @@ def read_target(path: Path, tokenizer=None) -> Target:
     except Exception as error:                   # whatever config and tokenizer classes make of a file
         raise ValueError(f"{folder} cannot be read by this version of transformers ({type(error).__name__}: {error}); "
                          "check the files, or the version in requirements.txt") from error
-    return Target(folder, whole, whole.get_text_config(), tokenizer, tensor_headers(folder))
+    text = whole.get_text_config()
+    text.allow_global_per_layer_attribute_access = True      # where head sizes differ by layer: the common one
+    return Target(folder, whole, text, tokenizer, tensor_headers(folder))
 
 
 def tensor_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
