@@ -1,6 +1,7 @@
 """Draft checkpoints for others: converted into any layout, and validated for what engines accept in silence.
 
     python export.py CHECKPOINT --to vllm --out DIR        also: sglang, speculators, deepspec
+    python export.py SRC --to zlab --target T --out DIR    a DFlash2 draft of the speculators layout, for older vLLMs
     python export.py validate DIR [--target T] [--fix]     exit code 0 fine, 1 errors, 3 an engine would have to guess
 
 An *error* is a draft that is not what its config says. A *serving warning* is something that an engine would guess, and
@@ -20,7 +21,9 @@ from torch import Tensor
 
 from dspark import DSparkConfig
 from layouts import (
+    FLASH2,
     FROZEN,
+    LAYERS,
     LAYOUTS,
     draft_kind,
     fields_of,
@@ -89,6 +92,84 @@ def convert(src: str | Path, dst: str | Path, to: str, *, source: str | None = N
     if dst.exists():
         dst.rmdir()
     partial.rename(dst)
+    return dst
+
+
+COPIED = ("attention_bias", "attention_dropout", "head_dim", "hidden_act", "hidden_size", "initializer_range",
+          "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+          "num_key_value_heads", "rms_norm_eps", "rope_scaling", "rope_theta", "rope_parameters", "vocab_size")
+WINDOW = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
+
+
+def zlab_config(raw: dict, target: dict) -> dict:
+    """config.json of a speculators DFlash2 draft in z-lab's layout; target: the text config of its target.
+
+    Both layouts name the tensors alike, so this is all that has to be rewritten. ValueError names what is missing.
+    """
+    if not isinstance(raw, dict):
+        raise ValueError(f"config.json is a {type(raw).__name__}, not a JSON object")
+    if "dflash2" not in (raw.get("speculators_model_type"), (raw.get("speculators_config") or {}).get("algorithm")):
+        raise ValueError("not a speculators DFlash2 config: neither speculators_model_type nor "
+                         "speculators_config.algorithm is dflash2")
+    inner, depth = raw.get(LAYERS), target["num_hidden_layers"]
+    if not inner:
+        raise ValueError(f"no {LAYERS} in config.json: the draft's geometry is not there")
+    ids = raw.get("target_layer_ids")
+    if ids is None and (aux := raw.get("aux_hidden_state_layer_ids")) is not None:
+        if min(aux, default=1) < 1:
+            raise ValueError(f"aux_hidden_state_layer_ids {aux} must be >= 1: they count the embedding as 0")
+        ids = [i - 1 for i in aux]
+    if ids is None:
+        raise ValueError("neither target_layer_ids nor aux_hidden_state_layer_ids in config.json")
+    if max(ids, default=0) >= depth:
+        raise ValueError(f"target_layer_ids {ids} exceed the target, which has {depth} layers")
+    if raw.get("draft_vocab_size") not in (None, inner.get("vocab_size")):
+        raise ValueError(f"draft_vocab_size {raw['draft_vocab_size']} is not {inner.get('vocab_size')}: a DFlash2 "
+                         "draft must share the target vocabulary")
+    if not isinstance(raw.get("mask_token_id"), int):
+        raise ValueError(f"mask_token_id is {raw.get('mask_token_id')!r}, an integer is needed")
+    nested = {key: raw.get(key) for key in ("block_size", *FLASH2)}
+    if missing := [key for key, value in nested.items() if value is None]:
+        raise ValueError(f"config.json lacks {missing}")
+    config = {key: inner[key] for key in COPIED if inner.get(key) is not None}
+    rope = config.get("rope_parameters")
+    if "rope_theta" not in config and isinstance(rope, dict) and rope.get("rope_theta") is not None:
+        config["rope_theta"] = rope["rope_theta"]            # transformers before 5 reads the top level
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        config[key] = target.get(key) if inner.get(key) is None else inner[key]
+    return config | {
+        "architectures": ["DFlash2DraftModel"], "model_type": inner.get("model_type") or "qwen3", "is_causal": False,
+        "tie_word_embeddings": False, "use_cache": True, "dtype": raw.get("dtype") or "bfloat16",
+        "use_sliding_window": False, "sliding_window": None,
+        "layer_types": ["full_attention"] * inner["num_hidden_layers"], "num_target_layers": depth,
+        "dflash_config": nested | {"mask_token_id": raw["mask_token_id"], "target_layer_ids": ids}}
+
+
+def from_speculators(src: Path, dst: Path, target: Path, keep_window: bool = False, link: bool = False) -> Path:
+    """A speculators DFlash2 folder in z-lab's layout: config.json rewritten, weights copied, or linked with `link`.
+
+    The trained backbone is fully attentive; keep_window copies sliding-window keys instead, which changes what the
+    draft computes past the window. Files that are in the way at dst are replaced.
+    """
+    path = src / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no config.json in {src}")
+    try:
+        raw = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error})") from error
+    config = zlab_config(raw, text_config(target))
+    if keep_window:
+        config |= {key: raw[LAYERS][key] for key in WINDOW if key in raw[LAYERS]}
+    files = sorted(src.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"no .safetensors file in {src}")
+    dst.mkdir(parents=True, exist_ok=True)
+    for file in [*files, *src.glob("*.safetensors.index.json")]:
+        (dst / file.name).unlink(missing_ok=True)
+        (dst / file.name).symlink_to(file.resolve()) if link else shutil.copy(file, dst / file.name)
+    (dst / "config.json").unlink(missing_ok=True)
+    write_json(dst / "config.json", config)
     return dst
 
 
@@ -244,8 +325,16 @@ def main() -> None:
         parser.add_argument("--from", dest="source", choices=LAYOUTS, help="default: whatever it is")
         parser.add_argument("--out", type=Path, required=True)
         parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as it is")
+        parser.add_argument("--keep-sliding-window", action="store_true", help="speculators to zlab: keep windows")
+        parser.add_argument("--link-weights", action="store_true", help="speculators to zlab: link instead of copy")
     options = parser.parse_args(sys.argv[1 + checking:])
     with plain_errors(ValueError):
+        if not checking and options.to == "zlab":
+            if not options.target:
+                raise ValueError("--to zlab needs --target: the target's depth and special tokens go into the config")
+            print(from_speculators(options.checkpoint, options.out, Path(options.target), options.keep_sliding_window,
+                                   options.link_weights))
+            raise SystemExit(0)
         if not checking:
             dtype = getattr(torch, options.dtype) if options.dtype else None
             print(convert(options.checkpoint, options.out, options.to, source=options.source, target=options.target,

@@ -3,15 +3,18 @@
 import dataclasses
 import json
 import math
+import sys
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import export
 from decode import propose, speculative_decode
 from dflash2 import ConvLayer, DFlash2Config, DFlash2Draft, convolve, new_draft, read_draft, serving_names
 from dspark import DSparkDraft, Supervision, frozen_linear
+from export import from_speculators
 from recipe import TINY
 from test_dspark import LookupTarget, MemoSession, chi_square_p, one_thread  # noqa: F401
 
@@ -396,3 +399,107 @@ def test_dflash_starts_dflash2_and_half_a_dflash2_is_refused():
 def test_a_config_that_makes_no_sense_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **change).validate()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From the speculators layout
+
+
+def foreign(**changes) -> dict:
+    """What speculators writes beside a DFlash2 draft (key names from its sources); None leaves a key out."""
+    layers = {"model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "head_dim": 4, "intermediate_size": 12, "vocab_size": 11, "rms_norm_eps": 1e-6,
+              "max_position_embeddings": 512, "hidden_act": "silu", "rope_scaling": None,
+              "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"}, "sliding_window": 64,
+              "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+    raw = {"speculators_model_type": "dflash2", "speculators_config": {"algorithm": "dflash2"}, "dtype": "float32",
+           "transformer_layer_config": layers, "aux_hidden_state_layer_ids": [1, 3], "mask_token_id": 10,
+           "block_size": 4, "conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 4,
+           "draft_vocab_size": 11} | changes
+    return {key: value for key, value in raw.items() if value is not None}
+
+
+@pytest.fixture
+def target_folder(tmp_path):
+    (tmp_path / "target").mkdir()
+    nested = {"num_hidden_layers": 5, "hidden_size": 8, "vocab_size": 11, "eos_token_id": 2, "bos_token_id": None}
+    (tmp_path / "target" / "config.json").write_text(json.dumps({"text_config": nested}))
+    return tmp_path / "target"
+
+
+def foreign_folder(folder, draft, raw):
+    write(draft, folder)
+    (folder / "config.json").write_text(raw if isinstance(raw, str) else json.dumps(raw))
+    return folder
+
+
+def test_a_speculators_draft_becomes_zlabs(tmp_path, target_folder):
+    """The config says what z-lab's says, nothing of speculators is left, and our loader takes the result."""
+    draft = make_draft(17, torch.float32)
+    source = foreign_folder(tmp_path / "source", draft, foreign())
+    out = from_speculators(source, tmp_path / "out", target_folder)
+    text = (out / "config.json").read_text()
+    raw = json.loads(text)
+    assert text == json.dumps(raw, indent=2, sort_keys=True) + "\n"
+    assert raw["architectures"] == ["DFlash2DraftModel"] and raw["num_target_layers"] == 5
+    assert raw["dflash_config"] == {"block_size": 4, "conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 5,
+                                    "selector_top_k": 4, "mask_token_id": 10, "target_layer_ids": [0, 2]}
+    assert raw["rope_theta"] == raw["rope_parameters"]["rope_theta"] == 100.0
+    assert (raw["use_sliding_window"], raw["sliding_window"]) == (False, None)
+    assert raw["layer_types"] == ["full_attention"] * 2
+    assert (raw["eos_token_id"], raw["bos_token_id"], raw["dtype"]) == (2, None, "float32")
+    assert not {"speculators_config", "speculators_model_type", "transformer_layer_config",
+                "aux_hidden_state_layer_ids", "rope_scaling"} & set(raw)
+    found = read_draft(out)
+    assert found.config.target_layer_ids == (0, 2) and found.config.slots == 3
+    assert all(torch.equal(t, draft.state_dict()[n]) for n, t in found.state_dict().items())
+
+
+def test_windows_links_and_explicit_ids(tmp_path, target_folder):
+    """Windows only on request, links replace what is in the way, explicit ids win, a written rope_theta is kept."""
+    raw = foreign(target_layer_ids=[1, 3])
+    raw["transformer_layer_config"] |= {"rope_theta": 50.0}
+    source = foreign_folder(tmp_path / "source", make_draft(18, torch.float32), raw)
+    for _ in range(2):
+        out = from_speculators(source, tmp_path / "out", target_folder, keep_window=True, link=True)
+        assert (out / "model.safetensors").resolve() == (source / "model.safetensors").resolve()
+    config = json.loads((out / "config.json").read_text())
+    assert config["sliding_window"] == 64 and config["layer_types"] == ["sliding_attention", "full_attention"]
+    assert config["dflash_config"]["target_layer_ids"] == [1, 3] and config["rope_theta"] == 50.0
+    from_speculators(source, out, target_folder)
+    assert not (out / "model.safetensors").is_symlink()
+
+
+@pytest.mark.parametrize("raw, message", [
+    ("[1, 2]", "config.json is a list, not a JSON object"),
+    ("{", "not valid JSON"),
+    (foreign(speculators_model_type="eagle3", speculators_config={"algorithm": "eagle3"}),
+     "not a speculators DFlash2 config"),
+    (foreign(transformer_layer_config=None), "no transformer_layer_config"),
+    (foreign(aux_hidden_state_layer_ids=None), "neither target_layer_ids nor aux_hidden_state_layer_ids"),
+    (foreign(aux_hidden_state_layer_ids=[0, 3]), "must be >= 1"),
+    (foreign(aux_hidden_state_layer_ids=[1, 6]), "exceed the target, which has 5 layers"),
+    (foreign(draft_vocab_size=7), "share the target vocabulary"),
+    (foreign(mask_token_id=None), "mask_token_id is None"),
+    (foreign(selector_rank=None), r"lacks \['selector_rank'\]"),
+])
+def test_a_malformed_speculators_config_is_named(tmp_path, target_folder, raw, message):
+    source = foreign_folder(tmp_path / "source", make_draft(19, torch.float32), raw)
+    with pytest.raises(ValueError, match=message):
+        from_speculators(source, tmp_path / "out", target_folder)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_converts(tmp_path, target_folder, monkeypatch, capsys):
+    source = foreign_folder(tmp_path / "source", make_draft(19, torch.float32), foreign())
+    command = ["export.py", str(source), "--to", "zlab", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="--to zlab needs --target"):
+        export.main()
+    monkeypatch.setattr(sys, "argv", [*command, "--target", str(target_folder), "--link-weights"])
+    with pytest.raises(SystemExit) as ended:
+        export.main()
+    assert ended.value.code == 0 and capsys.readouterr().out.strip() == str(tmp_path / "out")
+    (source / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="no .safetensors file"):
+        from_speculators(source, tmp_path / "other", target_folder)
