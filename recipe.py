@@ -201,6 +201,15 @@ TINY = Recipe(
     corpus="own:gsm_symbolic", corpus_size=32, corpus_max_new_tokens=48,
 )
 
+# A target trained from nothing on the spot (toy.py), with something to learn from rewards: for cotrain.py.
+TOY = Recipe(
+    name="toy", target="toy", num_target_layers=4, target_layer_ids=(0, 1, 2),
+    hidden_size=96, num_attention_heads=3, num_key_value_heads=1, head_dim=32, intermediate_size=256,
+    vocab_size=128, mask_token_id=127, stop_token_ids=(1,), rope_theta=10_000.0, max_position_embeddings=256,
+    draft="dflash", block_size=8, num_draft_layers=1, num_anchors=16, loss_decay_gamma=7.0, selector_rank=16,
+    selector_top_k=8, conv_group_size=8, lr=2e-3, optimizer="muon", global_batch=16, micro_batch=16,
+)
+
 # What a two-core laptop can train while its owner drinks a coffee. Same algorithm as the canonical recipe, fewer of
 # everything.
 SMOLLM2_DEMO = Recipe(
@@ -299,9 +308,70 @@ GEMMA3_4B = Recipe(
     chat_family="gemma", eval_tasks=("gsm8k", "mbpp", "mt-bench"),
 )
 
-RECIPES = {r.name: r for r in (TINY, TINY_SGLANG, SMOLLM2_DEMO, SMOLLM2_SGLANG, SMOLLM2, SMOLLM2_DFLASH2, QWEN3_4B,
+
+@dataclass(frozen=True)
+class Cotrain:
+    """Reinforcement learning of a recipe's target with a drafter that follows it (cotrain.py). Intervals are RL steps.
+    """
+    name: str
+    recipe: Recipe                               # target, draft, and the draft's objective and optimizer
+    task: str                                    # of reasoning-gym, which also judges the answers
+    drafter: str = ""                            # first checkpoint: folder, Hugging Face name, or "fresh"
+    steps: int = 100
+    seed: int = 42
+    engine: str = "vllm"
+    engine_args: dict = dataclasses.field(default_factory=dict)
+    speculative_args: dict = dataclasses.field(default_factory=dict)
+    allow_lossy: bool = False                    # let verification accept what the target would not say
+    spec_verify_tokens: int | None = None        # None: block_size - 1, the only value that fits
+
+    # Rollout and the target's update.
+    prompts: int = 8
+    group: int = 8                               # answers per prompt
+    max_new_tokens: int = 512
+    max_model_len: int = 2048
+    temperature: float = 1.0
+    actor_lr: float = 1e-6                       # 0: the target stays, only the drafter learns
+    actor_batch: int = 16
+    clip: float = 0.2
+
+    # The drafter's share.
+    enable_drafter_training: bool = True
+    collect_interval: int = 2
+    train_interval: int = 2
+    publish_interval: int = 2                    # 0: after each training
+    drafter_steps: int = 10
+    drafter_batch: int = 4                       # windows per owner and optimizer step
+    window: int = 512                            # answer tokens per window; shorter answers are dropped
+    context: int = 512                           # rows before a window that its blocks may attend to
+    owners: int = 1                              # training workers that share the windows
+    samples_per_owner: int = 16
+    tokens_per_owner: int = 16_384
+    save_every: int = 1
+
+
+RECIPES = {r.name: r for r in (TINY, TOY, TINY_SGLANG, SMOLLM2_DEMO, SMOLLM2_SGLANG, SMOLLM2, SMOLLM2_DFLASH2, QWEN3_4B,
                                 QWEN3_4B_DFLASH2, QWEN3_8B, QWEN3_14B, GEMMA3_4B, GLM_52, INKLING)}
 DEFAULT = SMOLLM2_DEMO
+
+# The toy learns another manner of speaking within ten steps; at this actor_lr the drafter has to follow or lose.
+TOY_DRAFTER = Cotrain(
+    name="toy-drafter", recipe=TOY, task="chain_sum", drafter="fresh", steps=6, actor_lr=0.0, prompts=16, group=8,
+    max_new_tokens=40, max_model_len=128, collect_interval=1, train_interval=1, publish_interval=1, drafter_steps=30,
+    drafter_batch=16, window=20, samples_per_owner=128, save_every=6, seed=7,
+)
+TOY_COTRAIN = dataclasses.replace(
+    TOY_DRAFTER, name="toy", drafter="out/cotrain/toy-drafter/latest/drafter", steps=16, actor_lr=5e-4,
+    collect_interval=2, train_interval=2, publish_interval=2, save_every=1, seed=42,
+)
+COTRAIN = {c.name: c for c in (
+    TOY_DRAFTER, TOY_COTRAIN,
+    Cotrain(name="smollm2-dflash2", recipe=SMOLLM2_DFLASH2, task="gsm_symbolic", drafter="out/smollm2-dflash2/latest",
+            steps=8, prompts=2, group=4, max_new_tokens=96, max_model_len=512, actor_lr=1e-5, actor_batch=4, window=48,
+            save_every=8),
+    Cotrain(name="qwen3-4b-dflash2", recipe=QWEN3_4B_DFLASH2, task="gsm8k", drafter="out/qwen3-4b-dflash2/drafter",
+            steps=100, prompts=16, group=8, max_new_tokens=1024, window=128),
+)}
 
 
 if __name__ == "__main__":

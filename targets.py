@@ -53,6 +53,9 @@ def target_path(recipe: Recipe) -> Path:
                    recipe.rope_theta, recipe.rms_norm_eps, recipe.max_position_embeddings)
         name = f"tiny-{hashlib.sha256(repr(numbers).encode()).hexdigest()[:12]}"
         folder = made_once(name, lambda to: make_tiny(recipe, to))
+    elif recipe.target == "toy":
+        from toy import make_toy
+        folder = made_once("toy-1", lambda to: make_toy(recipe, to))         # the number changes with what toy.py makes
     elif recipe.target == SMOLLM2:
         folder = made_once("SmolLM2-135M-Instruct", make_smollm2)
     else:
