@@ -5,6 +5,7 @@
     python bench.py attention                   grouped attention against one dense mask, from 64 to 512 blocks
     python bench.py capture                     HFTarget.capture against output_hidden_states=True and logits
     python bench.py step                        one training step of the default recipe, phase by phase
+    python bench.py generate                    answers for a corpus, against `generate` of transformers
     python bench.py eval                        decoding: the plain way, ours one prompt at a time, ours eight at a time
 
 Every form runs in processes of its own, in turns with the others, so that its peak is its own and a busy machine slows
@@ -374,6 +375,55 @@ def decoding(args) -> dict:
 # The command line
 
 
+def generation(args) -> dict:
+    """Greedy answers to the same prompts by `generate` of transformers, padded batches of 32, and by ours with as many
+    slots: tokens per second in turns, and how many answers are the same."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from data_glm import TEST_SEED, encode_prompt, gsm_symbolic, load_model
+    from regen import generate
+    from targets import target_path
+    home, batch = target_path(DEFAULT), 32
+    tokenizer = AutoTokenizer.from_pretrained(home, padding_side="left")
+    prompts = [encode_prompt(text, tokenizer, DEFAULT.chat_family)[0].tolist()
+               for text in gsm_symbolic(TEST_SEED, args.prompts)]
+    stops, ours_model = list(DEFAULT.stop_token_ids), load_model(home, DEFAULT.dtype)
+    model = AutoModelForCausalLM.from_pretrained(home, dtype=ours_model.dtype).to(DEVICE).eval()
+
+    def theirs():
+        answers = {}
+        for first in range(0, len(prompts), batch):
+            rows = tokenizer.pad({"input_ids": prompts[first:first + batch]}, return_tensors="pt").to(DEVICE)
+            with torch.inference_mode():
+                new = model.generate(**rows, max_new_tokens=args.new, do_sample=False, eos_token_id=stops,
+                                     pad_token_id=stops[0])[:, rows["input_ids"].shape[1]:].tolist()
+            for i, row in enumerate(new, first):
+                end = next((n for n, token in enumerate(row, 1) if token in stops), len(row))
+                answers[i] = row[:end]
+        return answers
+
+    def ours():
+        zeros = [0] * len(prompts)
+        return {i: ids for i, ids, _ in generate(ours_model, prompts, args.new, zeros, zeros, stops, batch)}
+
+    answers, runs, result = {}, {"transformers": [], "ours": []}, {}
+    for turn in range(args.repeats):
+        for name, run in (("transformers", theirs), ("ours", ours)):
+            before = resident_mb()
+            times = timed(lambda: answers.update({name: run()}))    # noqa: B023
+            runs[name].append({"times": [times], "peak_mb": resident_mb() - before if turn == 0 else 0})
+    for name, found in runs.items():
+        tokens = sum(map(len, answers[name].values()))
+        result[name] = medians(found) | {"tokens": tokens}
+        result[name]["tokens_per_s"] = tokens / result[name]["seconds"]
+        seconds, speed = result[name]["seconds"], result[name]["tokens_per_s"]
+        print(f"{name:>14}: {tokens} tokens, {seconds:.1f} s, {speed:.0f} tokens/s")
+    same = sum(answers["ours"][i] == answers["transformers"][i] for i in answers["ours"])
+    speed = result["ours"]["tokens_per_s"] / result["transformers"]["tokens_per_s"]
+    print(f"ratio {speed:.2f}; the same answer to {same} of {len(prompts)} prompts")
+    return result | {"ratios": {"tokens_per_s": speed, "same_answers": same / len(prompts)}}
+
+
 def show(result: dict, base_of) -> dict:
     """Print a table; returns the result with the ratios of every name to the name that base_of gives for it."""
     ratios = {}
@@ -389,7 +439,7 @@ def show(result: dict, base_of) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("objective", "attention", "capture", "step", "eval"))
+    parser.add_argument("what", choices=("objective", "attention", "capture", "step", "eval", "generate"))
     parser.add_argument("--dry", action="store_true", help="objective: only compute the memory of its buffers")
     parser.add_argument("--blocks", type=int, default=64, help="anchors of the sequence")
     parser.add_argument("--length", type=int, help="tokens of the sequence (attention 1000, others 250)")
@@ -401,8 +451,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=3, help="fresh processes per form")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs per process")
     parser.add_argument("--draft", default="out/smollm2/latest", help="eval: the checkpoint")
-    parser.add_argument("--prompts", type=int, default=16, help="eval: prompts of the draft's first task")
-    parser.add_argument("--new", type=int, default=64, help="eval: tokens per prompt")
+    parser.add_argument("--prompts", type=int, default=16, help="eval, generate: how many")
+    parser.add_argument("--new", type=int, default=64, help="eval, generate: tokens per prompt")
     parser.add_argument("--temperature", type=float, default=0.0, help="eval")
     parser.add_argument("--threads", type=int, help="1 and the processor seconds tell forms apart on a busy machine")
     parser.add_argument("--json", help="write the numbers to this file")
@@ -421,6 +471,8 @@ def main() -> None:
         result = dry(args)
     elif args.what == "eval":
         result = decoding(args)
+    elif args.what == "generate":
+        result = generation(args)
     elif args.what == "step":
         result = show(step_phases(args), lambda name: "step")
     elif args.what == "capture":

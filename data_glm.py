@@ -18,11 +18,12 @@ import itertools
 import json
 import os
 import shutil
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 import numpy as np
@@ -332,6 +333,11 @@ def build_cache(recipe: Recipe, folder: Path, cache: Path) -> None:
     publish(partial, cache)
 
 
+def follow_parent() -> None:
+    """A worker ends with the process that it works for, also when that one is killed."""
+    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+
+
 def in_processes(work, lines: Iterator[bytes], *args) -> Iterator:
     """work(chunk, *args) for chunks of lines, in order, on all cores; here when there is but one chunk.
 
@@ -346,7 +352,7 @@ def in_processes(work, lines: Iterator[bytes], *args) -> Iterator:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     server = get_context("forkserver")
     server.set_forkserver_preload(["data_glm"])
-    with ProcessPoolExecutor(cores, server) as pool:
+    with ProcessPoolExecutor(cores, server, initializer=follow_parent) as pool:
         waiting = deque()
         for chunk in itertools.chain((first, second), chunks):
             waiting.append(pool.submit(work, chunk, *args))

@@ -265,14 +265,14 @@ class Servers:
             time.sleep(max(wait, 0.01))
 
     def give_back(self, url: str, ok: bool) -> None:
-        """A server that fails rests, twice as long after each failure in a row, two minutes at most."""
+        """A server that fails rests, twice as long after each failure in a row, half a minute at most."""
         with self.lock:
             state = self.state[url]
             state["busy"] -= 1
             state["served"] += ok
             state["errors"] = 0 if ok else state["errors"] + 1
             if not ok:
-                state["rests_until"] = time.monotonic() + min(BACK_OFF * 2 ** (state["errors"] - 1), 120)
+                state["rests_until"] = time.monotonic() + BACK_OFF * min(2 ** (state["errors"] - 1), 30)
 
     def report(self) -> str:
         return "; ".join(f"{u}: {s['served']} answers, {s['errors']} errors in a row" for u, s in self.state.items())
@@ -370,7 +370,7 @@ def ask_servers(urls: list[str], family: str, rows: Iterable[dict], sampling: Ca
                 continue
             bad.write(json.dumps({"id": row["id"], "error": f"{type(answer).__name__}: {answer}"}) + "\n")
             bad.flush()
-            if in_a_row > concurrency + 8:
-                raise OSError(f"{in_a_row} conversations failed one after the other, the last one with: {answer} "
-                              f"({servers.report()}); mend the servers, then run the same command again")
+            if in_a_row > concurrency + 8 or all(s["errors"] > 2 * ATTEMPTS for s in servers.state.values()):
+                raise OSError(f"the servers are not well: {in_a_row} conversations failed one after the other, the "
+                              f"last with: {answer} ({servers.report()}); mend them, then run the same command again")
     print(servers.report(), flush=True)

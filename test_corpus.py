@@ -24,8 +24,7 @@ def normalised(row):
 def test_sharegpt_and_openai_rows_become_the_same():
     share = {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Hi"},
                                {"from": "gpt", "value": "Hello."}]}
-    openai = {"messages": [{"role": "developer", "content": "Be brief."},
-                           {"role": "User", "content": "Hi", "name": None},
+    openai = {"messages": [{"role": "developer", "content": "Be brief."}, {"role": "User", "content": "Hi", "x": None},
                            {"role": "model", "content": [{"type": "text", "text": "Hel"}, "lo."], "x": None}]}
     expected = {"messages": [{"role": "system", "content": "Be brief."}, USER, ANSWER]}
     assert normalised(share) == normalised(openai) == (expected, {})
