@@ -345,8 +345,6 @@ def run(options) -> dict:
     folder = Path(options.draft) if options.draft else newest_checkpoint(Path("out") / DEFAULT.name)
     refuse_errors(folder, quiet=world.rank > 0)
     draft, recipe = open_draft(folder, options.target, world.device)
-    if options.batch_size > 1 and recipe.engine != "transformers":
-        raise ValueError(f"the engine {recipe.engine} decodes one prompt at a time here: leave out --batch-size")
     heat = calibrate.load_temperatures(folder, draft.config.slots) if options.calibrated else None
     names = options.task or recipe.eval_tasks[:1]
     missing = tuple(n for n in names if n in BUILDERS and not (Path(options.datasets) / f"{n}.jsonl").is_file())

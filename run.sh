@@ -146,10 +146,10 @@ print(r.eval_limit, r.eval_max_new_tokens, *(part for t in tasks for part in ("-
     [ ${#plan[@]} -gt 2 ] || fail "no task file of this recipe is in eval_datasets/; python data_glm.py tasks builds them"
     limit=${plan[0]} new=${plan[1]} tasks=("${plan[@]:2}")
     "$PYTHON" eval_deepspec.py --draft "$out/step_0" --task "${tasks[1]}" --limit 4 --max-new-tokens "$new" \
-        --temperature 0 --out "$out/eval-untrained"
+        --batch-size 8 --temperature 0 --out "$out/eval-untrained"
     for temperature in 0 1; do
         "$PYTHON" eval_deepspec.py --draft "$out/latest" "${tasks[@]}" --limit "$limit" --max-new-tokens "$new" \
-            --temperature "$temperature" --out "$out/eval-t$temperature"
+            --batch-size 8 --temperature "$temperature" --out "$out/eval-t$temperature"
     done
 }
 

@@ -3,6 +3,7 @@
 The protocol itself is tested in test_dspark.py. Read next: decode.py, eval_deepspec.py, calibrate.py, schedule.py.
 """
 import copy
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -28,6 +29,7 @@ import eval_deepspec
 import schedule
 from capture import HFTarget
 from decode import NoDraft, choose, decode, sample, speculative_decode
+from dflash2 import DFlash2Config, DFlash2Draft
 from dspark import DSparkDraft
 from kvcache import PackedLinear, pack_linears
 from recipe import TINY
@@ -120,6 +122,22 @@ def test_a_prompt_does_not_see_its_batch(golden, slots, temperature, threshold, 
     assert threshold == 0 or {0} < {n for trace in together.values() for n in trace.proposal_lengths}
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("selector_rank", [0, 8])
+def test_dflash_walks_a_batch(golden, temperature, selector_rank):
+    target, c = golden[0], golden[1].config
+    values = dataclasses.asdict(c) | {"markov_rank": 0, "enable_confidence_head": False,
+                                      "confidence_head_with_markov": False, "conv_kernel_size": 2 * bool(selector_rank),
+                                      "selector_rank": selector_rank, "selector_top_k": 6}
+    torch.manual_seed(3)
+    draft = DFlash2Draft(DFlash2Config(**values).validate()).attach(target.embed_tokens, target.lm_head).eval()
+    settings = {"max_new_tokens": 16, "temperature": temperature, "stop_token_ids": None, "seeds": [5, 6, 7]}
+    prompts = [torch.tensor([list(range(n))]) for n in (4, 9, 30)]
+    one, many = (dict(decode(target, draft, prompts, slots=slots, **settings)) for slots in (1, 3))
+    assert all(vars(one[i]) == vars(many[i]) for i in range(3))
+    assert {n for i in range(3) for n in one[i].proposal_lengths} == {c.block_size - 1}
+
+
 @torch.inference_mode()
 def test_session_rows_are_those_of_sequences_alone(golden):
     target, g = golden[0], torch.Generator().manual_seed(1)
@@ -162,12 +180,13 @@ def test_near_ties_are_seen():
 @torch.no_grad()
 def test_packed_layers_compute_what_they_are():
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(48, 96), nn.Linear(96, 7, bias=False))
-    packed, x = pack_linears(copy.deepcopy(plain)), torch.randn(33, 48)
+    plain = nn.Sequential(nn.Linear(2880, 96), nn.Linear(96, 7, bias=False))
+    packed, x = pack_linears(copy.deepcopy(plain)), torch.randn(33, 2880)
     assert all(type(layer) is PackedLinear for layer in packed)
     whole = packed(x)
     torch.testing.assert_close(whole, plain(x))
     assert all(torch.equal(packed(x[:n]), whole[:n]) for n in (1, 2, 7, 8, 20))        # a row knows no other rows
+    assert torch.equal(packed(x[0]), whole[0]) and packed(x[None, :1]).shape == (1, 1, 7)
     packed[0].weight.mul_(2)
     plain[0].weight.mul_(2)
     torch.testing.assert_close(packed(x), plain(x))                                    # no stale copy
