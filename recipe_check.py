@@ -103,6 +103,9 @@ def check_draft(recipe: Recipe, target: Target) -> str:
     from dflash2 import new_draft
     with torch.device("meta"):
         new_draft(recipe)
+    if recipe.max_length > (most := getattr(target.config, "max_position_embeddings", None) or recipe.max_length):
+        raise ValueError(f"max_length {recipe.max_length} of recipe {recipe.name!r} exceeds the {most} positions of "
+                         "the target; lower it")
     return (f"{recipe.draft}, {recipe.num_draft_layers} layers, {recipe.num_attention_heads} query and "
             f"{recipe.num_key_value_heads} key/value heads of {recipe.head_dim}, MLP {recipe.intermediate_size}")
 
@@ -294,7 +297,8 @@ def propose(path: Path) -> tuple[Recipe, dict[str, str]]:
         head_dim=getattr(c, "head_dim", None) or H // heads, intermediate_size=mlp, **tables,
         mask_token_id=tables["vocab_size"] - 1, rope_theta=float(rope.get("rope_theta", 1e6)),
         rms_norm_eps=getattr(c, "rms_norm_eps", None) or getattr(c, "layer_norm_eps", 1e-6),
-        max_position_embeddings=c.max_position_embeddings, head_scale=head_scale(c),
+        max_position_embeddings=c.max_position_embeddings,
+        max_length=min(Recipe.max_length, c.max_position_embeddings), head_scale=head_scale(c),
         output_vocab_size=getattr(c, "unpadded_vocab_size", None) or 0, embed_scale=embedding_scale(target),
         corpus="own:gsm_symbolic", corpus_size=8192, eval_tasks=("gsm_symbolic", "humaneval"))
     notes |= {"target_layer_ids": f"evenly spread from 1 to {L - 3}",
@@ -322,8 +326,10 @@ def propose_tables(target: Target) -> tuple[dict, dict[str, str]]:
     tables = [n for n, (_, shape) in names.items() if not shape or len(shape) == 2 and shape[1] == H]
     heads = [n for n in tables if any(part in n for part in ("head", "unembed", "embed_out"))]
     embeddings = [n for n in tables if n not in heads and any(part in n for part in ("emb", "wte"))]
-    norms = [n for n, (_, shape) in names.items() if "embed" in n and shape == [H]]
+    embeddings.sort(key=lambda n: len(names[n][1]) == 2 and abs(names[n][1][0] - target.config.vocab_size))
     embed = (embeddings or ["model.embed_tokens.weight"])[0]
+    norms = [n for n, (_, shape) in names.items()
+             if "norm" in n and n.startswith(embed.removesuffix(".weight")) and shape == [H]]
     rows = (names.get(embed, ("", []))[1] or [target.config.vocab_size])[0]
     head = embed if target.tied else (heads or ["lm_head.weight"])[0]
     unsure = [f for f, key in (("embed_key", embed), ("head_key", head)) if key not in names]

@@ -203,6 +203,12 @@ def test_a_recipe_goes_through_every_stage_on_a_stand_in_of_its_target(name, tmp
     for field in ("target_layer_ids", "num_target_layers", "vocab_size", "output_vocab_size", "mask_token_id",
                   "stop_token_ids", "chat_family", "thinking", "head_scale", "embed_key", "head_key", "block_size"):
         assert getattr(recipe, field) == getattr(RECIPES[name], field)
+    proposed, _ = propose(tmp_path / "target")
+    for field in ("target_layer_ids", "num_target_layers", "hidden_size", "vocab_size", "output_vocab_size",
+                  "head_scale", "embed_scale", "embed_norm_key", "embed_key", "head_key",
+                  "stop_token_ids", "chat_family", "thinking"):
+        if field != "target_layer_ids" or name not in ("glm-5.2", "inkling"):      # these have taps of their own
+            assert getattr(proposed, field) == getattr(recipe, field)
     sessions_agree(recipe)
     tables_agree(recipe)
     every_stage(recipe)
@@ -430,6 +436,7 @@ def qwen(tmp_path_factory):
     ({"head_scale": 0.5}, "head_scale = 0.5, the target's config says 1"),
     ({"output_vocab_size": 150_000}, "output_vocab_size = 150000"),
     ({"hidden_size": 64}, "hidden_size = 32"),
+    ({"max_length": 1024}, "max_length 1024 of recipe 'qwen3-8b' exceeds the 512 positions of the target"),
     ({"embed_scale": 2.0}, "embed_scale = 2, the target's embedding module multiplies by 1"),
 ])
 def test_a_wrong_recipe_fails_in_check_and_when_training_starts(qwen, changes, sentence, tmp_path, monkeypatch):
