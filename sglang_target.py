@@ -158,28 +158,40 @@ def has_native_capture(path: str, layer_ids: tuple[int, ...]) -> bool:
 
 
 def capture_by_hook(model, layer_ids: tuple[int, ...]) -> None:
-    """Without native capture: ask the model for the layers, and take what it hands to its logits processor."""
-    # Layer i's output is taken as layer i + 1's input. The eagle3 setter of some models shifts ids and of others not.
-    if not hasattr(model.model, "layers_to_capture"):
-        raise ValueError(f"SGLang's {type(model).__name__} cannot capture layers; use engine 'transformers'")
-    model.model.layers_to_capture = [i + 1 for i in layer_ids]
-    model.capture_aux_hidden_states = True
+    """Without native capture: read the layers' inputs (layer i's output is layer i + 1's), and the final state where
+    the model hands it to its logits processor."""
+    layers, seen = model.model.layers, []
 
-    def keep(module, args, kwargs):
-        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        aux = given.get("aux_hidden_states")
-        model.captured = (torch.cat(list(aux), -1) if isinstance(aux, list) else aux), given["hidden_states"]
-    model.logits_processor.register_forward_pre_hook(keep, with_kwargs=True)
+    def given(module, args, kwargs):
+        return inspect.signature(module.forward).bind(*args, **kwargs).arguments
+
+    def keep_input(module, args, kwargs):
+        state = given(module, args, kwargs)
+        seen.append(state["hidden_states"] + (0 if state["residual"] is None else state["residual"]))
+
+    def keep_final(module, args, kwargs):
+        state = given(module, args, kwargs)
+        parts = list(seen) or state.get("aux_hidden_states")
+        seen.clear()
+        model.captured = torch.cat(parts, -1) if isinstance(parts, list) else parts, state["hidden_states"]
+
+    if "residual" in inspect.signature(layers[0].forward).parameters:
+        for i in layer_ids:                      # some of these models, asked for a layer, forget the residual
+            layers[i + 1].register_forward_pre_hook(keep_input, with_kwargs=True)
+    else:                                        # the residual travels unseen, so the model must add it
+        model.model.layers_to_capture, model.capture_aux_hidden_states = [i + 1 for i in layer_ids], True
+    model.logits_processor.register_forward_pre_hook(keep_final, with_kwargs=True)
 
 
 @contextlib.contextmanager
 def capture_off(model):
     """Inside, the model captures no layers, as it does when it serves."""
-    layers, model.model.layers_to_capture, model.capture_aux_hidden_states = model.model.layers_to_capture, [], False
+    before = model.model.layers_to_capture, model.capture_aux_hidden_states
+    model.model.layers_to_capture, model.capture_aux_hidden_states = [], False
     try:
         yield
     finally:
-        model.model.layers_to_capture, model.capture_aux_hidden_states = layers, True
+        model.model.layers_to_capture, model.capture_aux_hidden_states = before
 
 
 def stop_runner() -> None:
