@@ -27,13 +27,28 @@ LENGTHS = (37, 5, 48, 1)                         # of one batch; 48 fills pages 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Folders of random tiny targets with six layers: qwen3 (tied head) and llama."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    """Folders of random tiny targets with six layers. Qwen3 and Llama, which the engine captures itself; Gemma 3, whose
+    layers slide over 16 tokens, and GLM-4-MoE, which it does not."""
+    from transformers import (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
     shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "head_dim": 16,
              "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "eos_token_id": 1}
+    sliding = {"sliding_window": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"] * 3}
+    experts = {"moe_intermediate_size": 48, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+               "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}
     folders = {"golden": GOLDEN / "target"}
     for name, config, model in (("qwen3", Qwen3Config(**shape, tie_word_embeddings=True), Qwen3ForCausalLM),
-                                ("llama", LlamaConfig(**shape, tie_word_embeddings=False), LlamaForCausalLM)):
+                                ("llama", LlamaConfig(**shape, tie_word_embeddings=False), LlamaForCausalLM),
+                                ("gemma", Gemma3TextConfig(**shape, **sliding), Gemma3ForCausalLM),
+                                ("glm", Glm4MoeConfig(**shape, **experts), Glm4MoeForCausalLM)):
         torch.manual_seed(0)
         made = model(config).float()
         with torch.no_grad():                    # transformers' own start is so small that all states look alike
@@ -76,9 +91,10 @@ def batch(lengths=LENGTHS, seed=0):
 
 
 @pytest.mark.parametrize("name, page, hook", [("qwen3", 1, False), ("qwen3", 16, False), ("qwen3", 16, True),
-                                              ("llama", 1, False), ("llama", 16, False), ("llama", 1, True)])
+                                              ("llama", 1, False), ("llama", 16, False), ("llama", 1, True),
+                                              ("gemma", 16, True), ("glm", 1, True)])
 def test_states_equal_transformers(engine, reference, name, page, hook):
-    target, want = engine(name, page, hook=hook), reference(name)
+    target, want = engine(name, page, hook=hook and name in ("qwen3", "llama")), reference(name)
     free, (ids, mask) = target.slots.free(), batch()
     got, ref = target.capture(ids, mask), want.capture(ids, mask)
     assert target.native is not hook
