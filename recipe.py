@@ -175,7 +175,7 @@ def memory_plan(recipe: Recipe, gpus: int, tp: int = 1) -> dict[str, int]:
     outside = S * (taps + 2) * H + rows * 2 * H
     slices = slice_rows([K] * recipe.num_anchors * own, None, V, K, "cuda")
     widest = max(b - a for a, b in slices)
-    buffers = sum(buffer_rows(slices, [widest], V, "cuda")) + buffer_rows(slices, [widest], V, "cuda")[2]
+    draft_rows, teacher_rows, scratch = buffer_rows(slices, [widest], V, "cuda")
     return {
         "embedding and head, bf16": 2 * frozen,
         "gathered weights, bf16": 2 * trained,
@@ -184,7 +184,8 @@ def memory_plan(recipe: Recipe, gpus: int, tp: int = 1) -> dict[str, int]:
         "Adam's moments, fp32": 8 * trained // gpus,
         "captured states, bf16": 2 * (held + own) * S * (taps + 1) * H,
         "activations, bf16": 2 * own * (recipe.num_draft_layers * layer + outside),
-        "objective": 4 * buffers * V + 2 * own * rows * 2 * (H + r) + 6 * V * r,
+        "objective": 4 * (draft_rows + teacher_rows + 2 * scratch) * V + 2 * draft_rows * V     # and a bf16 copy
+                     + 2 * own * rows * 2 * (H + r) + 6 * V * r,
     }
 
 

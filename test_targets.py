@@ -332,9 +332,10 @@ def test_the_memory_of_a_run_by_hand():
     assert plan["masters, fp32"] == 4 * P // 16 and plan["Adam's moments, fp32"] == 8 * P // 16
     assert plan["gradients, fp32"] == 4 * P + 4 * P // 16
     assert plan["captured states, bf16"] == (4 + 1) * 4096 * 6 * 6144 * 2       # four samples held, one trained on
-    # 512 blocks of 7 in five slices of 103 blocks: draft's and teacher's rows, two scratch buffers of 216 rows; the
-    # gradient of W2 in fp32 and bf16; hidden rows and latents with their gradients.
-    assert plan["objective"] == 154_880 * 4 * (721 + 721 + 2 * 216) + 154_880 * 256 * 6 + 512 * 7 * (6144 + 256) * 2 * 2
+    # 512 blocks of 7 in five slices of 103 blocks: draft's and teacher's rows and two scratch buffers of 216 rows in
+    # fp32, the draft's once more in bf16; the gradient of W2 in both; hidden rows and latents with their gradients.
+    assert plan["objective"] == (154_880 * (4 * (721 + 721 + 2 * 216) + 2 * 721) + 154_880 * 256 * 6
+                                 + 512 * 7 * (6144 + 256) * 2 * 2)
 
 
 def test_planned_activations_are_what_autograd_keeps():
