@@ -99,11 +99,12 @@ class Recipe:
     eval_temperature: float = 1.0
 
     # The corpus.
-    corpus: str = ""                             # Hugging Face dataset, a jsonl file, or "own:TASK": its own answers
-    corpus_size: int = 0                         # prompts of an "own:" corpus
+    corpus: str = ""                             # a file, folder or Hugging Face data set; "regen:" before it: the
+                                                 # target's answers to it; "own:gsm_symbolic": its answers to prompts
+    corpus_size: int = 0                         # prompts of an "own:" corpus; a sample of others (0: all)
     corpus_max_new_tokens: int = 256
     corpus_temperature: float = 1.0
-    chat_family: str = "chatml"                  # data_glm.py: FAMILIES
+    chat_family: str = "chatml"                  # chat.py: FAMILIES
     thinking: str = "none"                       # none, off, on: recorded with every evaluation result
 
 
@@ -252,9 +253,8 @@ QWEN3_8B = Recipe(
     name="qwen3-8b", target="Qwen/Qwen3-8B", num_target_layers=36, target_layer_ids=spread_layers(36, 5),
     hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, intermediate_size=12_288,
     vocab_size=151_936, mask_token_id=151_669,   # the first row past the tokenizer
-    stop_token_ids=(151_645, 151_643), micro_batch=1, corpus="mlabonne/open-perfectblend", chat_family="qwen3",
-    thinking="off",
-    eval_tasks=("gsm8k", "mbpp", "mt-bench"),
+    stop_token_ids=(151_645, 151_643), micro_batch=1, corpus="regen:mlabonne/open-perfectblend", chat_family="qwen3",
+    thinking="off", corpus_max_new_tokens=4096, eval_tasks=("gsm8k", "mbpp", "mt-bench"),
 )
 
 QWEN3_4B = dataclasses.replace(
@@ -305,8 +305,8 @@ GEMMA3_4B = Recipe(
     hidden_size=2560, num_attention_heads=8, num_key_value_heads=4, head_dim=256, intermediate_size=10_240,
     vocab_size=262_208, mask_token_id=262_207,   # a padded row: texts contain the <unused...> tokens
     stop_token_ids=(1, 106), embed_scale=2560 ** 0.5, embed_key="language_model.model.embed_tokens.weight",
-    head_key="language_model.model.embed_tokens.weight", micro_batch=1, corpus="mlabonne/open-perfectblend",
-    chat_family="gemma", eval_tasks=("gsm8k", "mbpp", "mt-bench"),
+    head_key="language_model.model.embed_tokens.weight", micro_batch=1, corpus="regen:mlabonne/open-perfectblend",
+    corpus_max_new_tokens=4096, chat_family="gemma", eval_tasks=("gsm8k", "mbpp", "mt-bench"),
 )
 
 

@@ -86,10 +86,10 @@ def seed_of(name, turn):
     return int.from_bytes(digest, "little") >> 1
 
 
-def killed_runs(folder, work, done, kills, rng):
-    """Run `work` in forks of this process and kill them at random moments, `kills` times; then let it end."""
-    start = time.perf_counter()
-    life = None
+def killed_runs(folder, work, done, half_done, kills, rng):
+    """Run `work` in forks of this process and kill them at random moments, `kills` times; then let it end. Returns how
+    many kills met half-done work."""
+    life, met = 0.5, 0
     for n in range(kills + 1):
         child = os.fork()
         if not child:
@@ -103,12 +103,13 @@ def killed_runs(folder, work, done, kills, rng):
             os._exit(1)
         if n == kills:
             assert os.waitpid(child, 0)[1] == 0
-            return
-        time.sleep(rng.random() * (life or 0.3))
+            return met
+        time.sleep(rng.random() * life)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        met += half_done()
         if done():                               # it was faster than the kill: from now on kill earlier, and start over
-            life = 0.7 * (life or time.perf_counter() - start)
+            life *= 0.8
             done().unlink()
 
 
@@ -119,7 +120,10 @@ def test_killed_regen_ends_with_the_same_rows(undisturbed, tmp_path, kills):
         data_glm.prepare(RECIPE)
     def done():
         return (tmp_path / TRAIN) if (tmp_path / TRAIN).is_file() else None
-    killed_runs(tmp_path, lambda: data_glm.regen(RECIPE, [], **GIVEN), done, kills, random.Random(kills))
+    answers = (tmp_path / TRAIN).with_name("answers.jsonl")
+    met = killed_runs(tmp_path, lambda: data_glm.regen(RECIPE, [], **GIVEN), done,
+                      lambda: answers.is_file() and answers.stat().st_size > 0, kills, random.Random(kills))
+    assert met >= kills // 10, f"only {met} of {kills} kills met half-done work"
     assert (tmp_path / TRAIN).read_bytes() == (undisturbed / TRAIN).read_bytes()
     assert sorted(p.name for p in (tmp_path / TRAIN).parent.iterdir()) == ["lock", "settings.json", "train.jsonl"]
 
@@ -138,7 +142,9 @@ def test_killed_tokenize_ends_with_the_same_cache(undisturbed, tmp_path, kills, 
         shutil.rmtree("data/cache")
     def done():
         return next((tmp_path / "data/cache").glob("*/complete.json"), None)
-    killed_runs(tmp_path, lambda: load_tokens(RECIPE), done, kills, random.Random(kills))
+    met = killed_runs(tmp_path, lambda: load_tokens(RECIPE), done,
+                      lambda: any((tmp_path / "data/cache").glob("*.partial")), kills, random.Random(kills))
+    assert met >= kills // 10, f"only {met} of {kills} kills met half-done work"
     assert {p.name: p.read_bytes() for p in sorted((tmp_path / "data/cache" / key).iterdir())} == before
     assert len(before) == 6 and not list((tmp_path / "data/cache").glob("*.partial"))
 
