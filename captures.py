@@ -55,7 +55,9 @@ class CaptureCache:
 
 def open_capture_cache(recipe: Recipe, target, tokens) -> CaptureCache | None:
     """The cache of this target, these layers and this corpus; None, and a line saying so, when the disk has no room."""
-    digest = hashlib.sha256(f"{tokens.key} {recipe.min_supervised} {recipe.target_layer_ids} {target.dtype}".encode())
+    engine = "" if recipe.engine == "transformers" else f" {recipe.engine}"      # equal up to rounding is not equal
+    digest = hashlib.sha256(f"{tokens.key} {recipe.min_supervised} {recipe.target_layer_ids} {target.dtype}{engine}"
+                            .encode())
     for path in sorted(target_path(recipe).rglob("*.safetensors")):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())

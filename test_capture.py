@@ -165,6 +165,14 @@ def test_they_are_those_of_the_model(target):
     assert "lm_head.weight" in load_file(target_path(TINY) / "model.safetensors")
 
 
+def test_bfloat16_stays_near(target):
+    ids = torch.tensor([list(b"What is 12 + 7, and why?")])
+    half = HFTarget.from_pretrained(target_path(TINY), TINY.target_layer_ids, dtype=torch.bfloat16)
+    got, want = half.capture(ids), target.capture(ids)
+    assert got.context.dtype == got.final.dtype == torch.bfloat16
+    assert all(1e-4 < capture.apart(a, b) < 0.05 for a, b in ((got.context, want.context), (got.final, want.final)))
+
+
 def test_engines_have_names():
     with pytest.raises(ValueError, match="'vllm'; there are 'transformers' and 'sglang'"):
         capture.load_target(replace(TINY, engine="vllm"))

@@ -5,6 +5,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import sglang_target
-from capture import HFTarget
+from capture import HFTarget, apart
 from decode import decode, speculative_decode
 from dspark import DSparkDraft
 from sglang_target import SGLangTarget
@@ -108,6 +109,18 @@ def test_states_equal_transformers(engine, reference, name, page, hook):
     assert (alone.context - got.context[:1, :LENGTHS[0]]).abs().max() < 1e-5
     assert (alone.final - got.final[:1, :LENGTHS[0]]).abs().max() < 1e-5
     assert target.slots.free() == free and not got.context[1, 5:].any() and not got.final[1, 5:].any()
+
+
+def test_bfloat16_stays_near(checkpoints, engine, reference):
+    want = reference("llama").capture(*batch())
+    engine("llama").close()                      # a process holds one
+    target = SGLangTarget.from_pretrained(checkpoints["llama"], LAYERS, dtype=torch.bfloat16)
+    got = target.capture(*batch())
+    target.close()
+    assert got.context.dtype == got.final.dtype == target.lm_head.weight.dtype == torch.bfloat16
+    real = want.final.abs().sum(-1) > 0
+    assert 1e-4 < apart(got.context[real], want.context[real]) < 0.05
+    assert 1e-4 < apart(got.final[real], want.final[real]) < 0.05
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,24 +318,26 @@ def test_training_and_evaluation_are_those_on_transformers(tmp_path):
         map(chr, torch.randint(97, 123, (60,), generator=generator)))
     chats = [{"id": i, "messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": text()}]}
              for i in range(24)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    (tmp_path / "eval_datasets").mkdir()
-    (tmp_path / "eval_datasets" / "words.jsonl").write_text("".join(
+    start = tmp_path / "start"
+    (start / "eval_datasets").mkdir(parents=True)
+    (start / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (start / "eval_datasets" / "words.jsonl").write_text("".join(
         json.dumps({"turns": [text()]}) + "\n" for _ in range(3)))
-    (tmp_path / "train_it.py").write_text(TRAIN)
+    (start / "train_it.py").write_text(TRAIN)
 
-    def run(*command):
-        done = subprocess.run([sys.executable, *map(str, command)], cwd=tmp_path, text=True, capture_output=True,
-                              env=os.environ | {"OMP_NUM_THREADS": "1"})
+    def run(folder, processes, *command):
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2) if processes > 1 else ()
+        done = subprocess.run([sys.executable, *map(str, (*torchrun, *command))], cwd=folder, text=True,
+                              capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert done.returncode == 0, done.stdout + done.stderr
-    losses, answers = {}, {}
-    for name in ("tiny", "tiny-sglang"):
-        run(tmp_path / "train_it.py", HERE, name)
-        lines = (tmp_path / "out" / name / "metrics.jsonl").read_text().splitlines()
-        losses[name] = [json.loads(line)["loss"] for line in lines]
-        run(HERE / "eval_deepspec.py", "--draft", f"out/{name}/latest", "--task", "words", "--max-new-tokens", 24,
-            "--temperature", 1, "--out", f"out/{name}/eval")
-        results = json.loads((tmp_path / "out" / name / "eval" / "results.json").read_text())
-        answers[name] = [[s[key] for key in ("new_ids", "acceptance_lengths")] for s in results["samples"]["words"]]
-    assert losses["tiny-sglang"] == pytest.approx(losses["tiny"], rel=1e-5) and len(losses["tiny"]) == 3
-    assert answers["tiny-sglang"] == answers["tiny"] and len(answers["tiny"]) == 3
+    losses, answers = [], []
+    for name, processes in (("tiny", 1), ("tiny-sglang", 1), ("tiny-sglang", 2)):       # the last: one target over two
+        folder = shutil.copytree(tmp_path / "start", tmp_path / f"{name}-{processes}")
+        run(folder, processes, "train_it.py", HERE, name)
+        losses.append([json.loads(line)["loss"] for line in (folder / f"out/{name}/metrics.jsonl").open()])
+        run(folder, processes, HERE / "eval_deepspec.py", "--draft", f"out/{name}/latest", "--task", "words",
+            "--max-new-tokens", 24, "--temperature", 1, "--out", "eval")
+        results = json.loads((folder / "eval" / "results.json").read_text())
+        answers.append([[s[key] for key in ("new_ids", "acceptance_lengths")] for s in results["samples"]["words"]])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)
+    assert answers[1] == answers[0] and answers[2] == answers[0] and (len(losses[0]), len(answers[0])) == (3, 3)

@@ -363,7 +363,8 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
 
     # Target, draft, optimizers; where the run stands. A target over several ranks is loaded by all of them at once.
     if plan.tp > 1:
-        target = load_target(recipe, world.device)
+        with plain_errors(ValueError):
+            target = load_target(recipe, world.device)
     else:
         target = first_here_then_others(world, lambda: load_target(recipe, world.device))
     cache = open_capture_cache(recipe, target, tokens) if recipe.cache_captures and plan.tp == 1 else None
