@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
+from layouts import stamp
 from ranks import gather, say, whole
 from recipe import Recipe, load_recipe, save_recipe
 
@@ -88,7 +89,7 @@ def save_checkpoint(out: Path, step: int, draft, optimizers, recipe: Recipe, cou
     if rank == 0 and not problem:
         try:
             draft.config.save(partial, dtype)
-            save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+            save_file(tensors, partial / "model.safetensors", metadata=stamp(draft.config))
             shutil.copymode(partial / "config.json", partial / "model.safetensors")  # save_file makes it private
             save_recipe(recipe, partial / "recipe.json")
             trainer = counters | {"step": step, "state": sums}

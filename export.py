@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from dspark import DSparkConfig
@@ -33,6 +34,7 @@ from layouts import (
     read_values,
     renamed,
     speculative_tokens,
+    stamp,
     target_tables,
     tensor_problems,
     write_json,
@@ -60,7 +62,7 @@ def convert(src: str | Path, dst: str | Path, to: str, *, source: str | None = N
     values, _, name = read_values(src, source)
     if (name == "zlab") != (to == "zlab"):
         raise ValueError(f"{src} is in the {name} layout, whose drafts the {to} layout cannot hold")
-    tensors = load_draft_tensors(src, name)
+    tensors, kind = load_draft_tensors(src, name), draft_kind(name).config_class
     if errors := [f for f in findings(src, target) if f.level == "error"]:
         raise ValueError(f"{src} is not whole, nothing was written:\n" + table(errors))
     if "d2t" in tensors and "draft_vocab_size" not in layout.keys and to != "vllm":
@@ -82,7 +84,7 @@ def convert(src: str | Path, dst: str | Path, to: str, *, source: str | None = N
     shutil.rmtree(partial, ignore_errors=True)   # left by a conversion that was killed
     partial.mkdir(parents=True)
     save_torch_state_dict({renamed(k, layout.tensors): v for k, v in cast.items()}, partial, max_shard_size=SHARD,
-                          metadata={"format": "pt"})
+                          metadata=stamp(kind(**fields_of(values, kind))))
     write_json(partial / "config.json", write_values(values, to))
     if (src / "recipe.json").is_file():
         shutil.copy(src / "recipe.json", partial)
@@ -229,12 +231,18 @@ def findings(folder: str | Path, target: str | Path | None = None) -> list[Findi
     # Numbers that are written more than once.
     if (tokens := values.get("speculative_tokens")) not in (None, speculative_tokens(values)):
         error(f"speculative_tokens is {tokens}, block_size {config.block_size} makes {speculative_tokens(values)}")
+    witnesses = {}
+    for path in sorted(folder.glob("*.safetensors")) if tensors else ():
+        with safe_open(path, "pt") as file:
+            witnesses[path.name] = json.loads((file.metadata() or {}).get("trained", "{}"))
     if (folder / "recipe.json").is_file():
         from recipe import load_recipe
         ours = dataclasses.asdict(kind.config_class.from_recipe(load_recipe(folder / "recipe.json")))
-        for key, value in dataclasses.asdict(config).items():
-            if ours[key] != value and key != "layer_types":
-                error(f"{key} is {value}, recipe.json trained it with {ours[key]}")
+        witnesses = {"recipe.json": {k: v for k, v in ours.items() if k != "layer_types"}}   # knows what the others do
+    for file, trained in witnesses.items():
+        for key, value in json.loads(json.dumps(trained)).items():
+            if (has := json.loads(json.dumps(getattr(config, key)))) != value:
+                error(f"{key} is {has}, {file} says it was trained with {value}")
 
     # What an engine would guess.
     wanted = write_values(values, name)

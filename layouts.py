@@ -47,6 +47,7 @@ SERVING = ("input_embedding_scale", "output_multiplier", "final_logit_softcappin
 ROPE = {"rope_theta": ("rope_theta", "rope_parameters.rope_theta"), "rope_type": ("rope_parameters.rope_type",)}
 BLOCK = ("block_size", "mask_token_id", "target_layer_ids")
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+TRAINED = (*BLOCK, "rope_theta", "rms_norm_eps", "sliding_window")
 LAYERS = "transformer_layer_config"
 LAYOUTS = {
     "deepspec": Layout({"architectures": ["Qwen3DSparkModel"]}, places(*BLOCK) | ROPE),
@@ -180,6 +181,12 @@ def save_config(config: DSparkConfig, folder: str | Path, dtype: torch.dtype = t
         "use_sliding_window": config.sliding_window is not None, "dtype": str(dtype).removeprefix("torch."),
         "layer_types": list(config.layer_types) or ["full_attention"] * config.num_hidden_layers}
     write_json(Path(folder) / "config.json", write_values(values, config.layout))
+
+
+def stamp(config: DSparkConfig) -> dict[str, str]:
+    """Metadata for the tensors' files: what training fixed and no shape tells, so that a config.json that was edited,
+    mixed up or converted wrongly is found."""
+    return {"format": "pt", "trained": json.dumps({key: getattr(config, key) for key in TRAINED})}
 
 
 def write_json(path: Path, value: dict) -> None:

@@ -12,7 +12,7 @@ bash run.sh data  [recipe]   the target, its corpus and the task files
 bash run.sh train [recipe]   train a draft; continues where it stopped
 bash run.sh eval  [recipe]   accept length of the newest checkpoint on the recipe's tasks
 bash run.sh report [recipe]  out/<recipe>/report.png and results.json from what the run left
-bash run.sh serve-check DIR  does the real vLLM make of a checkpoint what our own loop makes of it?
+bash run.sh serve-check DIR  do the real vLLM and SGLang make of a checkpoint what our own loop makes of it?
 bash run.sh test [engines]   the base tests, or those of SGLang and vLLM in their own environments
 bash run.sh lint             ruff
 END
@@ -163,7 +163,9 @@ case "${1:-}" in
     data | train | report) command=$1; shift; setup; "$command" "$@" ;;
     eval) shift; setup; evaluate "$@" ;;
     test) shift; if [ "${1:-}" = engines ]; then test_engines "${@:2}"; else setup; exec "$PYTHON" -m pytest "$@"; fi ;;
-    serve-check) shift; setup_engine vllm; exec .venv-vllm/bin/python serve_check.py "$@" ;;
+    serve-check)
+        shift; setup_engine vllm; .venv-vllm/bin/python serve_check.py "$@"
+        setup_engine sglang; exec .venv-sglang/bin/python serve_check.py --engine sglang "$@" ;;
     lint) setup; exec "$PYTHON" -m ruff check . ;;
     "" | help | -h | --help) usage ;;
     *) usage >&2; fail "there is no command named $1" ;;

@@ -267,6 +267,111 @@ def serve_check(checkpoint: Path, target_folder: Path, prompts: list[list[int]],
     return compare(target, draft, prompts, new, plain, spec)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# SGLang: serves DSpark on GPUs only; without one, what does it read?
+
+
+def sglang_reads(folder: Path, target_folder: Path) -> list[str]:
+    """What SGLang's own config parser and draft class do not take from an exported folder, in words."""
+    import torch
+
+    from dflash2 import read_draft
+    from layouts import load_draft_tensors
+    from sglang_target import SGLangTarget
+    os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"      # the mode that uses the confidence head
+    ours = read_draft(folder).config
+    running = SGLangTarget.from_pretrained(target_folder, ours.target_layer_ids)     # its layers need its runtime
+    try:
+        from sglang.srt.models.registry import ModelRegistry
+        from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+        from sglang.srt.speculative.dspark_components.dspark_config import (
+            get_dspark_sample_from_anchor,
+            parse_dspark_draft_config,
+        )
+        from sglang.srt.utils.hf_transformers_utils import get_config
+        config = get_config(str(folder), trust_remote_code=False)
+        found = parse_dflash_draft_config(draft_hf_config=config)
+        read = {"block_size": found.block_size, "mask_token_id": found.mask_token_id,
+                "target_layer_ids": tuple(found.target_layer_ids)}
+        if ours.layout == "deepspec":
+            found = parse_dspark_draft_config(draft_hf_config=config)
+            read |= {"block_size": found.gamma, "markov_rank": found.markov_rank,
+                     "markov_head_type": found.markov_head_type, "num_target_layers": found.num_target_layers}
+        problems = [f"{key} is {value} for SGLang, {getattr(ours, key)} for us" for key, value in read.items()
+                    if value != getattr(ours, key)]
+        if get_dspark_sample_from_anchor(config) != (ours.layout == "deepspec"):
+            problems.append("sample_from_anchor is read wrongly")
+        draft = ModelRegistry.resolve_model_cls(config.architectures)[0](config).float()
+        with torch.no_grad():
+            for p in draft.parameters():
+                p.fill_(float("nan"))            # what stays NaN was not loaded
+            tensors = load_draft_tensors(folder)
+            draft.load_weights(iter(tensors.items()))
+        held = dict(draft.named_parameters())
+        for name, tensor in tensors.items():
+            value = held.get(name)
+            if value is None:                    # it keeps q, k, v and gate, up in one matrix each
+                part = name.split(".")[-2]
+                q, kv = (n * ours.head_dim for n in (ours.num_attention_heads, ours.num_key_value_heads))
+                first = {"q_proj": 0, "k_proj": q, "v_proj": q + kv, "up_proj": ours.intermediate_size}.get(part, 0)
+                value = held.get(name.replace(part, "gate_up_proj" if part in ("gate_proj", "up_proj") else "qkv_proj"))
+                value = None if value is None else value[first:first + len(tensor)]
+            if value is None or not torch.equal(value, tensor.float()):
+                problems.append(f"{name} did not arrive")
+        problems += [f"{name} is in SGLang's draft and not in ours" for name, p in held.items() if p.isnan().any()]
+        rotary = draft.layers[0].self_attn.rotary_emb
+        if (rotary.base, rotary.head_size) != (ours.rope_theta, ours.head_dim):
+            problems.append(f"rope_theta is {rotary.base} for SGLang, {ours.rope_theta} for us")
+        return problems
+    finally:
+        running.close()
+
+
+def sglang_serves(folder: Path, target_folder: Path, prompts: list[list[int]], new: int) -> list[str]:
+    """Launch SGLang for real (CUDA) and compare text and accept length with our loop; the differences, in words."""
+    import sglang
+    import torch
+
+    from capture import HFTarget
+    from decode import speculative_decode
+    from dflash2 import read_draft
+    draft = read_draft(folder, dtype=torch.float32, device="cuda")
+    server = sglang.Engine(
+        model_path=str(target_folder), skip_tokenizer_init=True, dtype="float32", random_seed=0,
+        speculative_algorithm="DSPARK" if draft.config.layout == "deepspec" else "DFLASH",
+        speculative_draft_model_path=str(folder), speculative_num_draft_tokens=draft.config.slots + 1)
+    answers = server.generate(input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": new,
+                                                                  "ignore_eos": True})
+    server.shutdown()
+    target = HFTarget.from_pretrained(target_folder, draft.config.target_layer_ids, torch.float32, "cuda")
+    traces = [speculative_decode(target, draft, torch.tensor([ids], device="cuda"), max_new_tokens=new,
+                                 temperature=0.0, stop_token_ids=None) for ids in prompts]
+    texts = [(trace.output_ids[len(ids):], answer["output_ids"])
+             for ids, trace, answer in zip(prompts, traces, answers, strict=True)]
+    problems = [f"prompt {i}: another text than our loop's" for i, (a, b) in enumerate(texts) if a != b]
+    steps = [n for trace in traces for n in trace.acceptance_lengths]
+    told = [answer["meta_info"] for answer in answers]
+    theirs = sum(m["completion_tokens"] for m in told) / sum(m["spec_verify_ct"] for m in told)
+    print(f"accept length {theirs:.3f} in SGLang, {sum(steps) / len(steps):.3f} in our loop")
+    if abs(theirs * len(steps) / sum(steps) - 1) > AGREEMENT:
+        problems.append("accept lengths of engine and loop differ by more than 2%")
+    return problems
+
+
+def check_sglang(checkpoint: Path, target_folder: Path, prompts: list[list[int]], new: int) -> list[str]:
+    """Export for SGLang and hold what it reads, and with a GPU what it decodes, against ours."""
+    import torch
+
+    from dflash2 import read_draft
+    from export import convert
+    with tempfile.TemporaryDirectory() as scratch:
+        layout = "sglang" if read_draft(checkpoint).config.layout == "deepspec" else "zlab"
+        folder = convert(checkpoint, Path(scratch) / "draft", layout, target=target_folder)
+        problems = sglang_reads(folder, target_folder)
+        print(f"SGLang's parser and draft class: {len(problems)} problems with the exported folder")
+        return problems + (sglang_serves(folder, target_folder, prompts, new) if torch.cuda.is_available() else [])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Does vLLM make of a draft what our own loop makes of it?")
     parser.add_argument("checkpoint", type=Path, nargs="?")
@@ -274,6 +379,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--new", type=int, default=64, help="tokens per prompt")
     parser.add_argument("--json", type=Path, help="write the numbers here")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm", help="each in its own environment")
     parser.add_argument("--jobs", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.jobs:
@@ -292,7 +398,10 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         texts = load_task(recipe.eval_tasks[0], limit=options.prompts, seed=recipe.eval_seed)
         prompts = [encode_prompt(text, tokenizer, recipe.chat_family)[0].tolist() for text in texts]
-        result = serve_check(options.checkpoint, folder, prompts, options.new)
+        if options.engine == "vllm":
+            result = serve_check(options.checkpoint, folder, prompts, options.new)
+        else:
+            result = {"problems": check_sglang(options.checkpoint, folder, prompts, options.new)}
     print(json.dumps({k: v for k, v in result.items() if k != "problems"}, indent=2))
     for problem in result["problems"]:
         print(f"problem: {problem}")

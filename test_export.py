@@ -237,7 +237,7 @@ SABOTAGE = {
     "no sample_from_anchor": (of_config(lambda v: without(v, "sample_from_anchor")), "serving",
                               "sample_from_anchor is absent"),
     "layer ids shifted": (of_config(lambda v: deep(v, target_layer_ids=[0, 1, 3])), "error",
-                          r"target_layer_ids is \(0, 1, 3\), recipe.json trained it with \(1, 2, 4\)"),
+                          r"target_layer_ids is \[0, 1, 3\], recipe.json says it was trained with \[1, 2, 4\]"),
     "layer ids shifted in one place": (of_config(lambda v: v | {"target_layer_ids": [0, 1, 3]}), "error",
                                        r"target_layer_ids is \[\[0, 1, 3\], \[1, 2, 4\]\]"),
     "layer ids shifted to the last": (of_config(lambda v: deep(v, target_layer_ids=[2, 3, 5])), "error",
@@ -245,7 +245,7 @@ SABOTAGE = {
     "mask id beyond the vocabulary": (of_config(lambda v: deep(v, mask_token_id=96)), "error",
                                       "mask_token_id 96 is outside the embedding of 96 rows"),
     "block 8 of a 7-draft": (of_config(lambda v: deep(v, block_size=8)), "error",
-                             "block_size is 8, recipe.json trained it with 7"),
+                             "block_size is 8, recipe.json says it was trained with 7"),
     "block 8 in one place": (of_config(lambda v: v | {"block_size": 8}), "error", r"block_size is \[8, 7\]"),
     "fp16 overflow": (of_tensors(lambda t: t | {"norm.weight": (t["norm.weight"] * 1e6).half()}), "error",
                       r"norm\.weight \(torch\.float16\) holds \d+ values that are inf"),
@@ -290,6 +290,18 @@ def test_sabotage_is_found_and_named(tmp_path, whole, name, capsys, monkeypatch)
     else:
         with pytest.raises(ValueError):
             convert(folder, tmp_path / "never", "sglang", target=TARGET)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "zlab"])
+def test_numbers_that_no_shape_tells_travel_with_the_tensors(tmp_path, layout):
+    """Without recipe.json too, a config that another draft's replaced is found."""
+    folder = convert(GOLDEN / "draft_vanilla", tmp_path / "draft", layout)
+    other = tmp_path / "other"
+    shutil.copytree(GOLDEN / "draft_vanilla", other)
+    of_config(lambda v: v | {"target_layer_ids": [0, 1, 3], "block_size": 8, "rms_norm_eps": 1e-5})(other)
+    shutil.copy(convert(other, tmp_path / "converted", layout) / "config.json", folder)
+    assert {f.what.split()[0] for f in findings(folder)} == {"block_size", "target_layer_ids", "rms_norm_eps"}
+    assert all("model.safetensors says it was trained with" in f.what for f in findings(folder))
 
 
 def test_an_exported_folder_of_speculators_that_contradicts_itself_is_found(tmp_path):
