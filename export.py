@@ -49,11 +49,12 @@ SHARD = 5 << 30                                  # bytes per safetensors file, a
 
 
 def convert(src: str | Path, dst: str | Path, to: str, *, source: str | None = None, target: str | Path | None = None,
-            dtype: torch.dtype | None = None) -> Path:
+            dtype: torch.dtype | None = None, head: str | None = None) -> Path:
     """Write the draft of `src` to the new folder `dst` in layout `to`; nothing but spelling changes.
 
-    source: the layout that src must have (default: whatever it is). target: the target's folder, whose embedding and
-    head a deepspec folder gets when src has none. Raises ValueError for a draft that `validate` finds wrong.
+    source: the layout that src must have (default: whatever it is). head: "include" embedding and head, from src or
+    else from the folder `target`, or "share" the target's by leaving them out; default: what src has, and for deepspec
+    the target's too when it is named. Raises ValueError for a draft that `validate` finds wrong.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -68,9 +69,12 @@ def convert(src: str | Path, dst: str | Path, to: str, *, source: str | None = N
     if "d2t" in tensors and "draft_vocab_size" not in layout.keys and to != "vllm":
         raise ValueError(f"the draft of {src} has a reduced vocabulary, which the {to} layout cannot hold; use vllm or "
                          "speculators")
-    if not layout.frozen:
+    if head == "include" and not (layout.frozen and (target or FROZEN[0] in tensors)):
+        raise ValueError(f"{src} has no embedding and head: name the target" if layout.frozen else
+                         f"the {to} layout always shares the target's embedding and head")
+    if not layout.frozen or head == "share":
         tensors = {k: v for k, v in tensors.items() if k not in FROZEN}
-    elif to == "deepspec" and target and FROZEN[0] not in tensors:
+    elif (to == "deepspec" or head == "include") and target and FROZEN[0] not in tensors:
         tensors |= target_tables(target, src)
     cast = {k: (v.to(dtype) if dtype and v.is_floating_point() else v).contiguous() for k, v in tensors.items()}
     if lost := [k for k, v in cast.items() if not torch.isfinite(v).all()]:
@@ -234,7 +238,9 @@ def findings(folder: str | Path, target: str | Path | None = None) -> list[Findi
     witnesses = {}
     for path in sorted(folder.glob("*.safetensors")) if tensors else ():
         with safe_open(path, "pt") as file:
-            witnesses[path.name] = json.loads((file.metadata() or {}).get("trained", "{}"))
+            trained = json.loads((file.metadata() or {}).get("trained", "{}"))
+        if trained not in witnesses.values():    # shards say the same
+            witnesses[path.name] = trained
     if (folder / "recipe.json").is_file():
         from recipe import load_recipe
         ours = dataclasses.asdict(kind.config_class.from_recipe(load_recipe(folder / "recipe.json")))
@@ -288,6 +294,8 @@ def against_target(config: DSparkConfig, tensors: dict[str, Tensor], folder: Pat
 
 def text_config(target: str | Path) -> dict:
     """config.json of a target, or the part about its text model."""
+    if not (Path(target) / "config.json").is_file():
+        raise ValueError(f"{target} has no config.json; name the target's folder (python targets.py prints it)")
     whole = json.loads((Path(target) / "config.json").read_text())
     return whole.get("text_config", whole)
 
@@ -333,6 +341,7 @@ def main() -> None:
         parser.add_argument("--from", dest="source", choices=LAYOUTS, help="default: whatever it is")
         parser.add_argument("--out", type=Path, required=True)
         parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as it is")
+        parser.add_argument("--head", choices=("include", "share"), help="the target's embedding and head")
         parser.add_argument("--keep-sliding-window", action="store_true", help="speculators to zlab: keep windows")
         parser.add_argument("--link-weights", action="store_true", help="speculators to zlab: link instead of copy")
     options = parser.parse_args(sys.argv[1 + checking:])
@@ -346,8 +355,11 @@ def main() -> None:
         if not checking:
             dtype = getattr(torch, options.dtype) if options.dtype else None
             print(convert(options.checkpoint, options.out, options.to, source=options.source, target=options.target,
-                          dtype=dtype))
+                          dtype=dtype, head=options.head))
             options.checkpoint = options.out
+            kind = DSparkConfig.from_pretrained(options.out).markov_head_type
+            if options.to in ("vllm", "speculators") and kind != "vanilla":
+                print("note: vLLM 0.32 implements the vanilla Markov head only", file=sys.stderr)
         elif options.fix:
             fix(options.checkpoint, options.target)
         levels = {f.level for f in validate(options.checkpoint, options.target)}

@@ -275,11 +275,10 @@ def sglang_reads(folder: Path, target_folder: Path) -> list[str]:
     """What SGLang's own config parser and draft class do not take from an exported folder, in words."""
     import torch
 
-    from dflash2 import read_draft
-    from layouts import load_draft_tensors
+    from layouts import draft_kind, load_draft_tensors, read_values
     from sglang_target import SGLangTarget
     os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"      # the mode that uses the confidence head
-    ours = read_draft(folder).config
+    ours = draft_kind(read_values(folder)[2]).config_class.from_pretrained(folder)
     running = SGLangTarget.from_pretrained(target_folder, ours.target_layer_ids)     # its layers need its runtime
     try:
         from sglang.srt.models.registry import ModelRegistry

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import export
@@ -29,7 +30,12 @@ WINDOW = {"layer_types": ("full_attention", "sliding_attention"), "sliding_windo
 
 
 def content(folder: Path) -> dict:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    """Files as they are; of tensor files the values and the metadata, which the format writes in any order."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".safetensors"}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found[path.name] = file.metadata(), {k: file.get_tensor(k).numpy().tobytes() for k in file.keys()}                 # noqa: SIM118
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,6 +105,21 @@ def test_a_draft_can_be_cast_and_sharded_and_overflow_is_refused(tmp_path, monke
     with pytest.raises(ValueError, match=r"norm.weight.*overflow.*float16"):
         convert(big, tmp_path / "half", "vllm", dtype=torch.float16)
     assert not (tmp_path / "half").exists()
+
+
+def test_embedding_and_head_are_included_or_shared(tmp_path):
+    has = lambda folder: "lm_head.weight" in load_file(folder / "model.safetensors")          # noqa: E731
+    shared = convert(GOLDEN / "draft_vanilla", tmp_path / "shared", "vllm", head="share")
+    assert not has(shared) and not DSparkDraft.from_pretrained(shared).attached
+    assert not has(convert(shared, tmp_path / "still", "speculators"))
+    again = convert(shared, tmp_path / "again", "vllm", head="include", target=TARGET)
+    assert same_weights(DSparkDraft.from_pretrained(again), DSparkDraft.from_pretrained(GOLDEN / "draft_vanilla"))
+    with pytest.raises(ValueError, match="has no embedding and head: name the target"):
+        convert(shared, tmp_path / "none", "deepspec", head="include")
+    with pytest.raises(ValueError, match="the sglang layout always shares"):
+        convert(again, tmp_path / "none", "sglang", head="include")
+    with pytest.raises(ValueError, match="has no config.json; name the target's folder"):
+        findings(again, tmp_path / "nowhere")
 
 
 def test_a_folder_that_exists_is_not_overwritten(tmp_path):
@@ -307,7 +328,7 @@ def test_numbers_that_no_shape_tells_travel_with_the_tensors(tmp_path, layout):
 def test_an_exported_folder_of_speculators_that_contradicts_itself_is_found(tmp_path):
     folder = convert(GOLDEN / "draft_vanilla", tmp_path / "draft", "speculators")
     of_config(lambda v: v | {"block_size": 8})(folder)
-    assert ["speculative_tokens is 7, block_size 8 makes 8"] == [f.what for f in findings(folder)]
+    assert findings(folder)[0].what == "speculative_tokens is 7, block_size 8 makes 8"
 
 
 def test_the_references_own_checkpoints_have_warnings_only(tmp_path):
