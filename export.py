@@ -357,8 +357,10 @@ def main() -> None:
             print(convert(options.checkpoint, options.out, options.to, source=options.source, target=options.target,
                           dtype=dtype, head=options.head))
             options.checkpoint = options.out
-            kind = DSparkConfig.from_pretrained(options.out).markov_head_type
-            if options.to in ("vllm", "speculators") and kind != "vanilla":
+            config = DSparkConfig.from_pretrained(options.out)
+            if options.to != "deepspec" and not config.markov_rank:
+                print("note: vLLM 0.32 and SGLang 0.5.23 need a DSpark draft with a Markov head", file=sys.stderr)
+            elif options.to in ("vllm", "speculators") and config.markov_head_type != "vanilla":
                 print("note: vLLM 0.32 implements the vanilla Markov head only", file=sys.stderr)
         elif options.fix:
             fix(options.checkpoint, options.target)

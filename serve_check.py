@@ -137,7 +137,7 @@ def engine(*jobs: dict, timeout: float = 3600) -> list[dict]:
                               capture_output=True, text=True)
         answers = Path(folder) / "answers.json"
         if done.returncode or not answers.is_file():
-            raise RuntimeError("vLLM failed:\n" + (done.stdout + done.stderr)[-4000:])
+            raise RuntimeError(f"vLLM failed, exit code {done.returncode}:\n" + (done.stdout + done.stderr)[-4000:])
         return json.loads(answers.read_text())
 
 
@@ -255,6 +255,8 @@ def serve_check(checkpoint: Path, target_folder: Path, prompts: list[list[int]],
     from export import convert
     draft = read_draft(checkpoint, dtype=torch.float32)
     dspark = draft.config.layout == "deepspec"
+    if dspark and (not draft.config.markov_rank or draft.config.markov_head_type != "vanilla"):
+        raise ValueError("vLLM 0.32 serves DSpark drafts with the vanilla Markov head only; try --engine sglang")
     with tempfile.TemporaryDirectory() as scratch:
         folder = convert(checkpoint, Path(scratch) / "draft", "vllm" if dspark else "zlab", target=target_folder)
         job = {"target": str(target_folder), "prompts": prompts, "temperature": 0.0, "tokens": draft.config.slots,
@@ -401,7 +403,8 @@ def main() -> None:
             result = serve_check(options.checkpoint, folder, prompts, options.new)
         else:
             result = {"problems": check_sglang(options.checkpoint, folder, prompts, options.new)}
-    print(json.dumps({k: v for k, v in result.items() if k != "problems"}, indent=2))
+    if options.engine == "vllm":
+        print(json.dumps({k: v for k, v in result.items() if k != "problems"}, indent=2))
     for problem in result["problems"]:
         print(f"problem: {problem}")
     if options.json:
