@@ -252,9 +252,8 @@ class TargetEmbeddingsAndHead:
         self.embed_tokens = TargetEmbedding.from_pretrained(table)
         self.embed_tokens.scale = embed_scale
         if embed_norm_key:
-            from transformers import AutoConfig
             self.embed_tokens.norm = read(embed_norm_key)
-            self.embed_tokens.eps = AutoConfig.from_pretrained(path).get_text_config().rms_norm_eps
+            self.embed_tokens.eps = config.get("text_config", config)["rms_norm_eps"]
         self.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
         self.lm_head.weight = nn.Parameter(head, requires_grad=False)
 

@@ -133,11 +133,13 @@ def test_two_tensors_by_key(checkpoint, sharded):
 
 def test_tied_padded_scaled_and_normed(checkpoint):
     ids = torch.tensor([[1, 9]])
-    for config, keys in (({"tie_word_embeddings": True}, {}), ({"text_config": {"tie_word_embeddings": True}}, {}),
-                         ({}, {"head_key": "model.embed_tokens.weight"})):
+    eps = {"rms_norm_eps": 1e-6}
+    for config, keys in ((eps | {"tie_word_embeddings": True}, {}),
+                         ({"text_config": eps | {"tie_word_embeddings": True}}, {}),
+                         (eps, {"head_key": "model.embed_tokens.weight"})):
         path, tensors = checkpoint(config)
         both = TargetEmbeddingsAndHead(path, torch.float32, rows=13, embed_scale=3.0, **keys,
-                                       embed_norm=("model.embed_norm.weight", 1e-6))
+                                       embed_norm_key="model.embed_norm.weight")
         assert both.lm_head.weight.data_ptr() == both.embed_tokens.weight.data_ptr()
         assert both.lm_head.weight.shape == (13, 4) and not both.lm_head.weight[10:].any()
         rows = tensors["model.embed_tokens.weight"][ids]

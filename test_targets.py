@@ -446,6 +446,7 @@ def test_a_wrong_recipe_fails_in_check_and_when_training_starts(qwen, changes, s
     wrong = replace(qwen, **changes)
     complaints = [text for _, state, text in findings(wrong, read_target(Path(qwen.target))) if state == "WRONG"]
     assert any(sentence in text for text in complaints), complaints
+    data_glm.load_tokens(qwen)                   # also where there are tokens already
     with pytest.raises(SystemExit) as stopped:
         train(wrong)
     assert any(text in str(stopped.value) for text in complaints)

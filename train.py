@@ -63,6 +63,7 @@ from ranks import (
     whole,
 )
 from recipe import Recipe, get_recipe, recipe_hash
+from recipe_check import require_fit
 from targets import plain_errors, target_path
 
 BIGRAM_SAMPLES = 1024                            # of the corpus, for the Markov head's start
@@ -350,6 +351,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
 
     # What every rank must hold alike, before anything expensive starts.
     agree(recipe=recipe_hash(recipe), torch=torch.__version__)
+    first_here_then_others(world, lambda: require_fit(recipe, target_path(recipe)))
     tokens = first_here_then_others(world, lambda: load_tokens(recipe))
     agree(corpus=tokens.key, samples=len(tokens))
     plan = make_plan(recipe, len(tokens), world.size, tp=world.local_size if recipe.engine == "sglang" else 1)
