@@ -11,9 +11,11 @@
 A checkpoint is written under a temporary name, flushed to disk and renamed; `latest` moves last. Functions that say
 "collective" are called by all ranks together. Read next: train.py, which calls these.
 """
+import contextlib
 import json
 import os
 import shutil
+import sys
 import zlib
 from dataclasses import asdict
 from pathlib import Path
@@ -21,13 +23,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from layouts import stamp
-from ranks import gather, say, whole
+from ranks import gather, say, start_world, whole
 from recipe import Recipe, load_recipe, save_recipe
+from targets import plain_errors
+
+PIECE = 1 << 26                                   # bytes of a file that travel at once
 
 
 def full_tensors(draft: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -38,14 +43,20 @@ def full_tensors(draft: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.
 def training_state(draft: torch.nn.Module, optimizers) -> dict[str, torch.Tensor]:
     """The very tensors that a step changes: masters under their names, moments under name and slot.
 
-    torch.distributed.checkpoint reads them when it saves and writes into them when it loads.
+    torch.distributed.checkpoint reads them when it saves and writes into them when it loads. Adam's counts are not
+    among them: they are one number, and whoever is not sharded would lie on the disk of one node only.
     """
     state = dict(draft.named_parameters())
     names = {p: name for name, p in state.items()}
     for optimizer in optimizers:
         for p, slots in optimizer.state.items():
-            state |= {f"{names[p]}.{slot}": tensor for slot, tensor in slots.items()}
+            state |= {f"{names[p]}.{slot}": tensor for slot, tensor in slots.items() if slot != "step"}
     return state
+
+
+def adam_counts(optimizers) -> list[torch.Tensor]:
+    """Steps that every parameter of AdamW has taken: as many equal numbers."""
+    return [slots["step"] for optimizer in optimizers for slots in optimizer.state.values() if "step" in slots]
 
 
 def checksum(path: Path) -> list[int]:
@@ -67,32 +78,51 @@ def flush(*paths: Path) -> None:
             os.close(handle)
 
 
+def made_here(folder: Path) -> bool:
+    """Make `folder` on every disk; whether this rank did, one for each disk, rank 0 where it can (collective)."""
+    mine = False
+    for turn in (True, False):
+        if (dist.get_rank() == 0) is turn:
+            with contextlib.suppress(OSError):                       # others may be faster, or saving will say why not
+                folder.mkdir(parents=True)
+                mine = True
+        dist.barrier()
+    return mine
+
+
 def save_checkpoint(out: Path, step: int, draft, optimizers, recipe: Recipe, counters: dict,
                     dtype: torch.dtype) -> None:
     """Write out/step_<step>/ (collective). SystemExit on all ranks when that fails; what was there stays usable.
 
-    Where every node has a disk of its own, nodes but the first hold only shards until the folders are mirrored.
+    Where every node has a disk of its own, each holds its ranks' shards and all the rest: enough to go on with the same
+    ranks on the same nodes. `sync` gives every node the others' shards.
     """
     rank, final, partial = dist.get_rank(), out / f"step_{step}", out / f".step_{step}.partial"
-    shutil.rmtree(partial, ignore_errors=True)                       # left by a run that was killed while saving
+    for left in out.glob(".step_*.partial"):                         # by a run that was killed in here or in prune
+        shutil.rmtree(left, ignore_errors=True)
     dist.barrier()
-    problem, mine = "", {}
+    first, state, sums = made_here(partial), partial / "state", {}
+    problem = "" if first or rank else f"{partial} cannot be made"
     try:
-        partial.mkdir(parents=True, exist_ok=True)
-        dcp.save(training_state(draft, optimizers), checkpoint_id=partial / "state")
-        written = list((partial / "state").glob(f"__{rank}_*")) + [partial / "state" / ".metadata"] * (rank == 0)
-        mine = {path.name: checksum(path) for path in written}
+        dcp.save(training_state(draft, optimizers), checkpoint_id=state)
+        sums = {path.name: checksum(path) for path in state.glob(f"__{rank}_*")}
+        if rank == 0:
+            sums[".metadata"] = checksum(state / ".metadata")
     except (OSError, CheckpointException) as error:
         problem = str(error).strip().splitlines()[-1]
-    sums = {name: value for one in gather(mine) for name, value in one.items()}
+    sums = {name: value for one in gather(sums) for name, value in one.items()}
+    metadata = gather((state / ".metadata").read_bytes() if rank == 0 and not problem else b"")[0]
     tensors = full_tensors(draft, dtype)
-    if rank == 0 and not problem:
+    if first and not problem:
         try:
+            (state / ".metadata").write_bytes(metadata)
             draft.config.save(partial, dtype)
             save_file(tensors, partial / "model.safetensors", metadata=stamp(draft.config))
             shutil.copymode(partial / "config.json", partial / "model.safetensors")  # save_file makes it private
             save_recipe(recipe, partial / "recipe.json")
-            trainer = counters | {"step": step, "state": sums}
+            files = {path.name: checksum(path) for path in sorted(partial.glob("*.*")) if path.is_file()}
+            trainer = counters | {"step": step, "state": sums, "files": files,
+                                  "adam_steps": max(map(int, adam_counts(optimizers)), default=0)}
             (partial / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n")
             flush(*partial.rglob("*"), partial)
         except (OSError, SafetensorError) as error:
@@ -102,11 +132,10 @@ def save_checkpoint(out: Path, step: int, draft, optimizers, recipe: Recipe, cou
         free = shutil.disk_usage(out).free / 1e6
         raise SystemExit(f"step {step} could not be saved in {out}, where {free:.1f} MB are free: {problems[0]}. Those "
                          "before it are whole: make room or mend the permissions, then start the same command again")
-    if rank == 0:
+    if first:
         publish(partial, final)
+        prune(out, recipe.keep_checkpoints)
     dist.barrier()
-    if partial.exists():                                             # this node has a disk of its own
-        publish(partial, final)
 
 
 def publish(partial: Path, final: Path) -> None:
@@ -141,26 +170,33 @@ def set_aside(out: Path, after: int) -> None:
     for turn in (True, False):                                       # rank 0 first; others may have disks of their own
         for step in steps_in(out) if (dist.get_rank() == 0) is turn else ():
             if step > after:
-                shutil.rmtree(out / f"aside_step_{step}", ignore_errors=True)
-                (out / f"step_{step}").rename(out / f"aside_step_{step}")
+                with contextlib.suppress(FileNotFoundError):         # another rank of this node was faster
+                    shutil.rmtree(out / f"aside_step_{step}", ignore_errors=True)
+                    (out / f"step_{step}").rename(out / f"aside_step_{step}")
                 say(f"{out / f'step_{step}'} is now aside_step_{step}; delete it when you do not need it")
         dist.barrier()
 
 
-def damage(folder: Path) -> str:
-    """What is wrong with a checkpoint folder, in words; empty when it is whole.
+def damage(folder: Path, rank: int = 0, world_size: int = 1) -> str:
+    """What is wrong with a checkpoint folder for this rank, in words; empty when it is whole.
 
-    A state/ that was deleted is no damage: the run continues from the weights, see load_state.
+    A state/ that was deleted is no damage: the run continues from the weights, see load_state. Other ranks' shards may
+    lie on other nodes, unless the number of ranks has changed.
     """
     try:
         load_recipe(folder / "recipe.json")
-        json.loads((folder / "config.json").read_text())
-        sums = json.loads((folder / "trainer.json").read_text())["state"]
-        with safe_open(folder / "model.safetensors", "pt") as file:  # compares the header with the file's length
-            file.keys()
-        for name in sums if (folder / "state").exists() else ():
-            if (found := checksum(folder / "state" / name)) != sums[name]:
-                return f"state/{name} has [bytes, crc32] {found} instead of {sums[name]}"
+        trainer = json.loads((folder / "trainer.json").read_text())
+        sums = trainer.get("files", {"config.json": None, "model.safetensors": None})
+        if (folder / "state").exists():
+            elsewhere = trainer["world_size"] == world_size
+            sums = sums | {f"state/{name}": value for name, value in trainer["state"].items() if not (
+                elsewhere and name.startswith("__") and not name.startswith(f"__{rank}_")
+                and not (folder / "state" / name).exists())}
+        for name, expected in sums.items():
+            if not (folder / name).exists():
+                return f"{name} is missing" + (" (with a disk on every node: bash run.sh sync)" * ("__" in name))
+            if expected and (found := checksum(folder / name)) != expected:
+                return f"{name} has [bytes, crc32] {found} instead of {expected}"
     except Exception as error:                                       # whatever a damaged file provokes is the answer
         return f"{type(error).__name__}: {error}"
     return ""
@@ -176,7 +212,8 @@ def choose_checkpoint(out: Path) -> int | None:
     if any(everyone) and not common:
         say(f"no checkpoint in {out} is on every rank's disk ({dict(enumerate(everyone))}): all ranks start fresh")
     for step in common:
-        problems = {rank: text for rank, text in enumerate(gather(damage(out / f"step_{step}"))) if text}
+        problems = {rank: text for rank, text in enumerate(gather(
+            damage(out / f"step_{step}", dist.get_rank(), dist.get_world_size()))) if text}
         if not problems:
             return step
         say(f"warning: skipping the damaged checkpoint {out / f'step_{step}'}: "
@@ -196,6 +233,9 @@ def load_state(folder: Path, draft, optimizers) -> bool:
     except CheckpointException as error:
         raise SystemExit(f"{folder / 'state'} does not fit this draft and optimizer ({error}); delete it to "
                          "go on from the weights alone, with the learning rate re-warmed") from error
+    trainer = json.loads((folder / "trainer.json").read_text())
+    for count in adam_counts(optimizers):
+        count.fill_(trainer.get("adam_steps", trainer["step"] - trainer["skipped_steps"]))
     return True
 
 
@@ -212,3 +252,56 @@ def load_counters(folder: Path, recipe: Recipe, counters: dict) -> dict:
                          f"bring that one back, or move {folder.parent} away to start anew")
     carried = ("rewarm_since", "skipped_steps", "tokens", "rollbacks", "recent_ce")
     return counters | {key: trainer[key] for key in carried if key in trainer}
+
+
+def sync(out: Path) -> None:
+    """Give every node what the others hold of the checkpoints in `out` (collective, one process per node).
+
+    Files travel by broadcast in pieces; a step that a node lacks appears there whole, a file it lacks under its name
+    once it is complete. SystemExit when two nodes hold different files under one name.
+    """
+    held = {str(path.relative_to(out)): checksum(path) for step in steps_in(out)
+            for path in (out / f"step_{step}").rglob("*") if path.is_file()}
+    everyone, mine = gather(held), dist.get_rank()
+    for name in sorted({name for one in everyone for name in one}):
+        holders = [rank for rank, one in enumerate(everyone) if name in one]
+        (size, crc), *others = {tuple(everyone[rank][name]) for rank in holders}
+        if others:
+            raise SystemExit(f"{name} is not the same on nodes {holders}; these are different runs: move {out} away on "
+                             "the nodes where it is the wrong one")
+        if len(holders) == len(everyone):
+            continue
+        say(f"{name}, {size / 1e6:.1f} MB: from node {holders[0]} to {sorted(set(range(len(everyone))) - {*holders})}")
+        step = name.split("/")[0]
+        folder = out if (out / step).exists() else out / f".{step}.sync"
+        path = folder / (name if folder == out else name.partition("/")[2])
+        partial = path.with_name(f".{path.name}.sync")
+        lacking = mine not in holders
+        if lacking:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with (open(out / name, "rb") if mine == holders[0] else partial.open("wb") if lacking
+              else contextlib.nullcontext()) as file:
+            for start in range(0, size, PIECE):
+                piece = torch.empty(min(PIECE, size - start), dtype=torch.uint8)
+                if mine == holders[0]:
+                    file.readinto(piece.numpy())
+                dist.broadcast(piece, holders[0])
+                if lacking:
+                    file.write(piece.numpy())
+        if lacking:
+            flush(partial)
+            partial.rename(path)
+    for folder in sorted(out.glob(".step_*.sync"), key=lambda path: int(path.name.split("_")[1][:-5])):
+        publish(folder, out / folder.name[1:-5])
+    dist.barrier()
+    say(f"{out}: steps {steps_in(out)} are on all {len(everyone)} nodes")
+
+
+if __name__ == "__main__":
+    from recipe import get_recipe
+    if sys.argv[1:2] != ["sync"] or len(sys.argv) > 3:
+        raise SystemExit("usage: torchrun --nnodes N --node-rank R ... checkpoint.py sync [recipe]")
+    start_world()
+    with plain_errors():
+        sync(Path("out") / get_recipe(*sys.argv[2:]).name)
+    dist.destroy_process_group()

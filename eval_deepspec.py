@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from decode import Clock, NoDraft, Trace, check_pair, decode, speculative_decode  # noqa: F401
+from ranks import gather
 from targets import plain_errors
 
 # Where the file of a task comes from.
@@ -87,31 +89,36 @@ def decode_task(name: str, target, draft, tokenizer, settings: dict, journal: "J
                                                 "confidence_threshold", "confidence_temperatures")},
                     slots=settings["batch_size"], seeds=[settings["seed"] + i for i in mine])
     start = time.perf_counter()
-    with tqdm(total=len(mine), desc=name, unit="prompt", dynamic_ncols=True, disable=rank > 0) as bar:
-        while not stop() and (one := next(traces, None)):
-            i, trace, now = mine[one[0]], one[1], time.perf_counter()
-            S = prompts[i].shape[1]
-            sample = {"task": name, "file": content, "index": i, "seconds": now - start, "prompt_tokens": S,
-                      "new_ids": trace.output_ids[S:], "near_ties": trace.near_ties, **{
-                          k: getattr(trace, k) for k in ("acceptance_lengths", "proposal_lengths",
-                                                         "accepted_draft_lengths")},
-                      "confidence_logits": [[round(x, 4) for x in row] for row in trace.confidence_logits]}
-            fresh.append(sample)
-            if journal and rank % shared == 0:
-                journal.add(sample)
-            lengths += trace.acceptance_lengths
-            bar.set_postfix_str(f"accept length {sum(lengths) / max(len(lengths), 1):.3f}")
-            bar.update()
-            start = now
+    problem = ""
+    try:
+        with tqdm(total=len(mine), desc=name, unit="prompt", dynamic_ncols=True, disable=rank > 0) as bar:
+            while not stop() and (one := next(traces, None)):
+                i, trace, now = mine[one[0]], one[1], time.perf_counter()
+                S = prompts[i].shape[1]
+                sample = {"task": name, "file": content, "index": i, "seconds": now - start, "prompt_tokens": S,
+                          "new_ids": trace.output_ids[S:], "near_ties": trace.near_ties, **{
+                              k: getattr(trace, k) for k in ("acceptance_lengths", "proposal_lengths",
+                                                             "accepted_draft_lengths")},
+                          "confidence_logits": [[round(x, 4) for x in row] for row in trace.confidence_logits]}
+                fresh.append(sample)
+                if journal and rank % shared == 0:
+                    journal.add(sample)
+                lengths += trace.acceptance_lengths
+                bar.set_postfix_str(f"accept length {sum(lengths) / max(len(lengths), 1):.3f}")
+                bar.update()
+                start = now
+    except Exception:
+        if world == 1:
+            raise
+        problem = f"process {rank}: {traceback.format_exc()}"
     traces.close()
     if too_long and rank == 0:
         print(f"{name}: {len(too_long)} prompts are too long for {settings['max_length']} tokens and were left out: "
               f"{too_long[:20]}", flush=True)
-    gathered = [fresh]
-    if world > 1:
-        gathered = [None] * world
-        dist.all_gather_object(gathered, fresh)
-    return sorted([*done.values(), *(s for part in gathered[::shared] for s in part)], key=lambda s: s["index"])
+    gathered = gather((fresh, problem))          # nobody is left waiting for one that failed
+    if problems := [text for _, text in gathered if text]:
+        raise RuntimeError("\n".join(problems))
+    return sorted([*done.values(), *(s for part, _ in gathered[::shared] for s in part)], key=lambda s: s["index"])
 
 
 def make_settings(recipe, target, tokenizer, draft, **changes) -> dict:
@@ -139,7 +146,7 @@ def evaluate(target, draft, recipe, stop=lambda: False, folder="eval_datasets") 
     settings = make_settings(recipe, target, tokenizer, draft, limit=recipe.eval_limit)
     results = {}
     for name in tasks:
-        if stop():
+        if any(gather(stop())):                  # all ranks or none: the rest is collective
             break
         samples = decode_task(name, target, draft, tokenizer, settings, stop=stop, folder=folder)
         if samples:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
@@ -44,6 +45,8 @@ def start_world() -> World:
         torch.cuda.set_device(local_rank)
     elif local_size > 1:                # the ranks share the machine's cores instead of fighting for them
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+    # For the groups that an engine makes later, too; one that states a timeout of its own keeps it.
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
     if not dist.is_initialized():
         alone = {} if size > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=GROUP_TIMEOUT, **alone)
@@ -59,6 +62,8 @@ def say(text: str) -> None:
 
 def gather(value) -> list:
     """`value` of every rank, on every rank."""
+    if not dist.is_initialized():
+        return [value]
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

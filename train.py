@@ -39,7 +39,6 @@ from checkpoint import (
     full_tensors,
     load_counters,
     load_state,
-    prune,
     save_checkpoint,
     set_aside,
     steps_in,
@@ -273,11 +272,14 @@ def read_batch(tokens, indices: list[int], device: torch.device):
     return input_ids, loss_mask, lengths
 
 
-def evaluate(target, draft: DSparkDraft, recipe: Recipe, out: Path, step: int, dtype: torch.dtype, stop: StopRequest):
+def evaluate(target, draft: DSparkDraft, recipe: Recipe, out: Path, step: int, dtype: torch.dtype,
+             stop: StopRequest) -> bool:
     """Accept length of the draft as it is, on an unsharded copy; the best checkpoint so far is marked as one to keep.
 
-    A failing evaluation prints its traceback and training goes on, its random state as it was.
+    A failing evaluation prints its traceback and training goes on, its random state as it was. Returns whether any rank
+    was asked to stop: that abandons the evaluation, and the next start makes it up.
     """
+    results = {}
     try:
         copy = new_draft(recipe).attach(target.embed_tokens, target.lm_head)
         copy.load_tensors(full_tensors(draft, dtype))
@@ -285,16 +287,21 @@ def evaluate(target, draft: DSparkDraft, recipe: Recipe, out: Path, step: int, d
             results = eval_deepspec.evaluate(target, copy.to(target.device, dtype).eval(), recipe, stop=stop)
     except Exception:
         say(f"the evaluation at step {step} failed, training goes on:\n{traceback.format_exc()}")
-        return
-    if dist.get_rank() == 0 and results and not stop():
-        mean = sum(result["accept_len"] for result in results.values()) / len(results)
-        best = max((json.loads(path.read_text())["accept_len"] for path in out.glob("step_*/best.json")), default=0.0)
-        record = json.dumps({"step": step, "accept_len": mean, "tasks": results})
+    best = max((json.loads(path.read_text())["accept_len"] for path in out.glob("step_*/best.json")), default=0.0)
+    told = gather((stop(), best))
+    if (stopping := any(came for came, _ in told)) or not results:
+        return stopping
+    mean, best = sum(result["accept_len"] for result in results.values()) / len(results), told[0][1]
+    record, mark = json.dumps({"step": step, "accept_len": mean, "tasks": results}) + "\n", out / f"step_{step}"
+    for turn in (True, False) if mean > best else ():            # rank 0 first; others may have disks of their own
+        if (dist.get_rank() == 0) is turn and not (mark / "best.json").exists():
+            (mark / "best.json").write_text(record)
+        dist.barrier()
+    if dist.get_rank() == 0:
         with (out / "evals.jsonl").open("a") as file:
-            file.write(record + "\n")
-        if mean > best:
-            (out / f"step_{step}" / "best.json").write_text(record + "\n")
-        say(f"step {step}: accept length {mean:.3f}" + (", the best so far" if mean > best else ""))
+            file.write(record)
+    say(f"step {step}: accept length {mean:.3f}" + (", the best so far" if mean > best else ""))
+    return False
 
 
 def evaluation_due(recipe: Recipe, plan: Plan, out: Path, step: int) -> bool:
@@ -470,12 +477,9 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
         if step % recipe.save_every == 0 or due(step) or step == plan.total_steps or stopping:
             with clock("save"):
                 save_checkpoint(out, step, draft, optimizers, recipe, counters, dtype)
-                if world.rank == 0:
-                    prune(out, recipe.keep_checkpoints)
         if due(step) and not stopping:
             with clock("evaluate"):
-                evaluate(target, draft, recipe, out, step, dtype, stop)
-            stopping = any(gather(stop()))
+                stopping = evaluate(target, draft, recipe, out, step, dtype, stop)
         if stopping:
             say(f"stopped by {stop.came or 'a signal to another rank'}; step {step} is saved, the same command resumes")
             break
