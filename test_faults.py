@@ -114,7 +114,7 @@ def kills(count: int, processes: int = 1, seed: int = 0) -> str:
     lost = []                                    # steps that each resume had to repeat
     while True:
         before, unfinished_before = last_step(out), unfinished(out)
-        log.unlink(missing_ok=True)
+        log.write_text("")
         pids = live(recipe, out, log, processes)
         over = killed >= count
         if not over and kill_somewhere(pids, out, draw):

@@ -2,9 +2,13 @@
 
 Most runs here are the tiny recipe in this very process, a world of one. Where processes must die or meet, they do.
 """
+import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -403,6 +407,50 @@ def test_prefixed_keys_load_and_lost_moments_rewarm(recipe, tmp_path, finished, 
     assert losses(out)[8] == pytest.approx(losses(finished)[8], rel=1e-6)                       # the same draft
 
 
+SIGNALS = RUN.replace("train.train(", """
+import os, signal
+import checkpoint, data_glm
+from dspark import DSparkDraft
+armed, rank = [], int(os.environ.get("RANK", "0"))
+
+def hurt(phase, owner, name):                    # the next call gets SIGTERM on the last rank, and on no other
+    function = getattr(owner, name)
+    def call(*args, **options):
+        if phase in armed:
+            armed.remove(phase)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return function(*args, **options)
+    setattr(owner, name, call)
+
+hurt("accumulation", DSparkDraft, "forward")
+hurt("evaluation", data_glm, "encode_prompt")
+hurt("saving", checkpoint.dcp, "save")
+for phase in ("accumulation", "evaluation", "saving"):
+    armed += [phase] * (rank == int(os.environ.get("WORLD_SIZE", "1")) - 1)
+    train.train(Recipe(**values), out=sys.argv[3])
+    if rank == 0:
+        print("after", phase, checkpoint.steps_in(Path(sys.argv[3]))[-1], flush=True)
+train.train(""").replace("import train\n", "import train\nfrom pathlib import Path\n")
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_sigterm_in_every_phase_ends_with_a_checkpoint_and_nothing_is_lost(recipe, tmp_path, finished, processes):
+    """In accumulation, in an evaluation, which is abandoned and made up, and in a save; to one rank only."""
+    task = Path("eval_datasets") / "three.jsonl"
+    task.parent.mkdir(exist_ok=True)
+    task.write_text("".join(json.dumps({"turns": [f"say {i}"]}) + "\n" for i in range(3)))
+    evaluating = dataclasses.replace(recipe, evals_per_epoch=1, eval_tasks=("three",), eval_max_new_tokens=4)
+    out = tmp_path / "out"
+    process = start(evaluating, out, processes, script=SIGNALS)
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0 and output.count("stopped by") == 3, output
+    assert re.findall(r"^after (\w+ \d+)$", output, re.M) == ["accumulation 1", "evaluation 4", "saving 8"], output
+    assert [json.loads(line)["step"] for line in (out / "evals.jsonl").read_text().splitlines()] == [4, 8, 12]
+    assert losses(out) == pytest.approx(losses(finished), rel=1e-5)
+    if not processes:
+        assert same(weights(out / "latest"), weights(finished / "latest"))
+
+
 def test_another_corpus_is_refused_and_a_changed_recipe_is_told(recipe, tmp_path, finished, capsys):
     out = at_step(finished, tmp_path, 8)
     file = out / "step_8" / "trainer.json"
@@ -416,18 +464,92 @@ def test_another_corpus_is_refused_and_a_changed_recipe_is_told(recipe, tmp_path
     assert lines(out)[8]["lr"] == lines(finished)[8]["lr"] / 2
 
 
-def test_a_full_disk_leaves_the_checkpoints_before_it(recipe, tmp_path, monkeypatch):
-    def full(path):
-        raise OSError(28, "No space left on device")
+@contextlib.contextmanager
+def small_files(size: int):
+    """No file of this process may grow past `size` bytes: the system refuses the write, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    save = checkpoint.save_file
-    monkeypatch.setattr(checkpoint, "save_file", lambda tensors, path, **options: (
-        full(path) if "step_8" in str(path) else save(tensors, path, **options)))
-    out = tmp_path / "out"
-    with pytest.raises(SystemExit, match="No space left on device.*make room"):
-        train.train(recipe, out)
+
+@pytest.mark.parametrize("where", ["save", "full_tensors"])
+def test_a_disk_that_is_full_while_saving_leaves_the_checkpoints_before_it(recipe, tmp_path, monkeypatch, where):
+    """Full while the state is written, full when the weights are."""
+    owner, calls = (checkpoint.dcp, []) if where == "save" else (checkpoint, [])
+    function, out = getattr(owner, where), tmp_path / "out"
+    with small_files(100_000) as no_room:
+        def full_from_step_8(*args, **options):
+            calls.append(where)
+            if len(calls) == 3:                  # step_0, step_4, step_8
+                no_room()
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, where, full_from_step_8)
+        with pytest.raises(SystemExit, match="step 8 could not be saved.*make room"):
+            train.train(recipe, out)
     assert checkpoint.steps_in(out) == [0, 4] and os.readlink(out / "latest") == "step_4"
     assert not list(out.glob(".step*")) and not checkpoint.damage(out / "latest")
+
+
+def test_a_disk_that_is_full_while_logging_ends_with_a_sentence(recipe, tmp_path, monkeypatch, capsys):
+    write = train.Journal.write
+    with small_files(10) as no_room:
+        monkeypatch.setattr(train.Journal, "write", lambda self, line: (
+            no_room() if line["step"] == 6 else None, write(self, line)))
+        with pytest.raises(SystemExit, match="File too large.*make room"), train.plain_errors():
+            train.train(recipe, tmp_path / "out")
+    assert checkpoint.steps_in(tmp_path / "out") == [0, 4] and "Traceback" not in capsys.readouterr().err
+
+
+def test_a_mask_that_misses_a_fifth_of_the_corpus_aborts_with_an_example(recipe, tmp_path, monkeypatch):
+    """A family whose answers end differently in every fifth row, as one that knows a single form of thinking."""
+    corpus = tmp_path / "mixed.jsonl"
+    corpus.write_text("".join(json.dumps({"messages": [
+        {"role": "user", "content": f"say {i}"},
+        {"role": "assistant" if i % 5 else "critic", "content": "one two three"}]}) + "\n" for i in range(40)))
+    with pytest.raises(SystemExit, match=r"(?s)only 32 of 40.*say 0.*critic"):
+        train.train(dataclasses.replace(recipe, corpus=str(corpus)), tmp_path / "out")
+
+
+def test_a_collapse_rolls_back_to_the_last_good_checkpoint(recipe, tmp_path, monkeypatch, capsys, finished):
+    """Weights blown up after step 6: back to step 4, half the learning rate from there, what came after set aside."""
+    steps, lr_at = [], train.lr_at
+
+    def wild(step, *args):
+        steps.append(step)
+        return lr_at(step, *args) * (1e5 if step == 5 and steps.count(5) == 1 else 1)
+
+    monkeypatch.setattr(train, "lr_at", wild)
+    watched = dataclasses.replace(recipe, rollback_steps=3, keep_checkpoints=9)
+    out = train.train(watched, tmp_path / "out")
+    assert steps == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8, 9, 10, 11] and "Back to step 4" in capsys.readouterr().err
+    assert [line["step"] for line in lines(out)] == list(range(1, 13)) and losses(out)[:5] == losses(finished)[:5]
+    factors = [line["lr"] / lr_at(line["step"] - 1, watched, 12) for line in lines(out)]
+    assert factors == pytest.approx([1] * 4 + [0.5] * 8)
+    assert json.loads((out / "latest" / "trainer.json").read_text())["rollbacks"] == 1
+    whole = shutil.copytree(out, tmp_path / "resumed", symlinks=True)
+    shutil.rmtree(whole / "step_12")
+    train.train(watched, whole)                              # the factor outlives a restart
+    assert same(weights(whole / "latest"), weights(out / "latest"))
+    steps.clear()
+    with pytest.raises(SystemExit, match="has collapsed.*no checkpoint is that old"):
+        train.train(dataclasses.replace(watched, save_every=6), tmp_path / "hopeless")
+
+
+def test_a_recipe_that_names_wandb_needs_it(recipe, tmp_path):
+    if importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed here")
+    with pytest.raises(SystemExit, match="'drafts'.*pip install wandb"):
+        train.train(dataclasses.replace(recipe, wandb="drafts"), tmp_path / "out")
+
+
+def test_tensorboard_reads_the_events_once(finished, recipe, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    out = at_step(finished, tmp_path, 8)
+    train.train(dataclasses.replace(recipe, keep_checkpoints=9), out)                           # steps 9 to 12 again
+    events = EventAccumulator(str(out / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+        (line["step"], pytest.approx(line["loss"])) for line in lines(finished)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -504,6 +626,23 @@ def refused(**facts):
         ranks.agree(**facts)
     except SystemExit as refusal:
         return str(refusal)
+
+def refusal(recipe):
+    try:
+        train.train(recipe, out / "refused")
+    except SystemExit as refusal:
+        return str(refusal)
+
+first = dataclasses.replace(recipe, lr=recipe.lr * (1 + world.rank))
+assert "disagree on recipe" in refusal(first) and "rank 1 has" in refusal(first)
+load, other = train.load_tokens, out / f"corpus_{world.rank}.jsonl"
+other.write_text("\\n".join(Path(recipe.corpus).read_text().splitlines()[world.rank:]) + "\\n")
+train.load_tokens = lambda r: load(dataclasses.replace(r, corpus=str(other)))
+assert "disagree on corpus" in refusal(recipe) and "rank 1 has" in refusal(recipe)
+fewer = {"min_supervised": recipe.min_supervised + 55 * world.rank, "min_retention": 0}
+train.load_tokens = lambda r: load(dataclasses.replace(r, **fewer))
+assert "disagree on samples: most have 34, but rank 1 has" in refusal(recipe)
+train.load_tokens = load
 
 assert "rank 1 has b" in refused(recipe="ab"[world.rank]) and refused(recipe="a") is None
 assert "rank 1 has 9" in refused(corpus="x", samples=[8, 9][world.rank])

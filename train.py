@@ -325,9 +325,9 @@ def collapsed(recent: list, step: int, ce: float, window: int) -> int | None:
 
 
 def roll_back(out: Path, low: int, draft: DSparkDraft, optimizers, recipe: Recipe, counters: dict) -> int:
-    """Load the newest checkpoint that is no newer than step `low`, the last good one, and halve the learning rate from
-    there on (collective). Returns its step. SystemExit where none is left."""
-    everyone = gather([step for step in steps_in(out) if 0 < step <= low])
+    """Load the newest checkpoint from before step `low`, whose loss still spoke well of it, and halve the learning rate
+    from there on (collective). Returns its step. SystemExit where none is left."""
+    everyone = gather([step for step in steps_in(out) if 0 < step < low])
     good = max(set.intersection(*map(set, everyone)), default=None)
     if good is None:
         raise SystemExit(f"the draft has collapsed: its cross-entropy doubled after step {low}, and no checkpoint is "
