@@ -6,6 +6,7 @@ environment.
 Read next: train.py, which uses this.
 """
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from tqdm import tqdm
 
 from targets import locked
 
+PR_SET_PDEATHSIG = 1                    # prctl(2)
 GROUP_TIMEOUT = timedelta(minutes=45)   # torch's 10 minutes expire while a 750 GB target is still loading
 
 
@@ -40,6 +42,8 @@ def start_world() -> World:
     """Join the process group torchrun describes, or found one of one process. CUDA with NCCL, else CPU with gloo."""
     rank, size, local_rank, local_size = (int(os.environ.get(key, default)) for key, default in (
         ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)   # who kills torchrun leaves no worker that trains on
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank)
@@ -48,8 +52,11 @@ def start_world() -> World:
     # For the groups that an engine makes later, too; one that states a timeout of its own keeps it.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
     if not dist.is_initialized():
-        alone = {} if size > 1 else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=GROUP_TIMEOUT, **alone)
+        # torchrun's store outlives a restart, with the addresses of the dead in it: every attempt has its own names.
+        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", next(
+            dist.rendezvous("env://"))[0]) if size > 1 else dist.HashStore()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=GROUP_TIMEOUT, store=store, rank=rank,
+                                world_size=size)
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     return World(rank, size, local_rank, local_size, device)
 

@@ -9,8 +9,12 @@ usage() {
 bash run.sh setup [engine]   make .venv with the pinned packages, or .venv-sglang, .venv-vllm: the same beside an engine
 bash run.sh demo  [recipe]   set-up, target, corpus, training, evaluation, picture: the whole story (about 15 minutes on a laptop)
 bash run.sh data  [recipe]   the target, its corpus and the task files
-bash run.sh train [recipe]   train a draft; continues where it stopped
+bash run.sh plan  [recipe]   how the batch is cut, how many steps, how much memory per GPU; starts nothing
+bash run.sh train [recipe]   train a draft; continues where it stopped; with --smoke four steps with a save and a resume
 bash run.sh eval  [recipe]   accept length of the newest checkpoint on the recipe's tasks
+bash run.sh sync  [recipe]   give every node the checkpoints that the others hold, where each has a disk of its own
+      plan, train, eval, sync take --nproc N, processes on this node (default: one per GPU, else one), and for more nodes,
+      on each of them: --nnodes N --node-rank R --master HOST [--port P]; train and eval --max-restarts N (default 3)
 bash run.sh report [recipe]  out/<recipe>/report.png and results.json from what the run left
 bash run.sh serve-check DIR  do the real vLLM and SGLang make of a checkpoint what our own loop makes of it?
 bash run.sh test [engines]   the base tests, or those of SGLang and vLLM in their own environments
@@ -104,7 +108,8 @@ test_engines() {
 }
 
 # Ctrl-C: a stage saves what it has and may end well, but the stages after it must not run.
-trap 'printf "\nstopped; the same command goes on from here\n" >&2; exit 130' INT
+stopped() { printf '\nstopped; the same command goes on from here\n' >&2; exit "$1"; }
+trap 'stopped 130' INT
 
 recipe_name() { "$PYTHON" -c 'import sys; from recipe import get_recipe; print(get_recipe(*sys.argv[1:]).name)' "$@"; }
 
@@ -122,15 +127,93 @@ use_engine() {
     [ "$engine" = transformers ] || { setup_engine "$engine"; PYTHON=.venv-$engine/bin/python; }
 }
 
+# Where to run: sets nnodes, node_rank, master, port, nproc, restarts, smoke, samples and the list rest.
+parse() {
+    nnodes=1 node_rank='' master='' port=29500 nproc='' restarts=3 smoke='' samples=0 rest=()
+    while [ $# -gt 0 ]; do
+        case "$1" in
+            --smoke) smoke=yes; shift; continue ;;
+            --nnodes) nnodes=${2:-} ;; --node-rank) node_rank=${2:-} ;; --master) master=${2:-} ;; --port) port=${2:-} ;;
+            --nproc) nproc=${2:-} ;; --max-restarts) restarts=${2:-} ;; --samples) samples=${2:-} ;;
+            -*) fail "there is no option $1; bash run.sh lists them" ;;
+            *) rest+=("$1"); shift; continue ;;
+        esac
+        [ $# -gt 1 ] || fail "$1 wants a value"
+        shift 2
+    done
+    [ "${#rest[@]}" -le 1 ] || fail "expected at most one recipe, got: ${rest[*]}"
+    [ -n "$nproc" ] || nproc=$(nvidia-smi -L 2>/dev/null | grep -c ^GPU) || nproc=1
+}
+
+# PROGRAM ARGS...: one process, or torchrun's on this node, of as many nodes as were asked for.
+launch() {
+    local command=("$PYTHON") address interface status code=''
+    if [ $((nnodes * nproc)) -gt 1 ]; then
+        # A signal that reaches torchrun itself leaves the workers the time that a step may take.
+        command+=(-m torch.distributed.run --nproc-per-node "$nproc" --max-restarts "$restarts"
+            --signals-to-handle SIGTERM,SIGHUP,SIGQUIT --shutdown-timeout 3600)
+        if [ "$nnodes" = 1 ]; then command+=(--standalone); else
+            [ -n "$node_rank" ] && [ -n "$master" ] || fail "$nnodes nodes: say which one this is, --node-rank 0 to $((nnodes - 1)), and --master, an address of node 0"
+            command+=(--nnodes "$nnodes" --node-rank "$node_rank" --master-addr "$master" --master-port "$port")
+            [ -e /dev/infiniband/uverbs0 ] || export NCCL_IB_DISABLE=1
+            # The interface with the master's address, or the one that leads there.
+            address=$(getent ahostsv4 "$master" | awk 'NR == 1 { print $1 }') || true
+            interface=$(ip -o addr show to "$address" 2>/dev/null | awk 'NR == 1 { print $2 }') || true
+            [ -n "$interface" ] || interface=$(ip -o route get "$address" 2>/dev/null | sed -n 's/.* dev \([^ ]*\).*/\1/p') || true
+            [ -z "$interface" ] || export NCCL_SOCKET_IFNAME="$interface" GLOO_SOCKET_IFNAME="$interface"
+        fi
+    fi
+    export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True    # safe: the engine in the process runs without CUDA graphs
+    "${command[@]}" "$@" &
+    launched=$!
+    trap 'code=130; forward "$1"' INT
+    trap 'code=0; forward "$1"' TERM
+    while status=0; wait "$launched" || status=$?; kill -0 "$launched" 2>/dev/null; do :; done
+    trap 'stopped 130' INT
+    trap - TERM
+    [ -z "$code" ] || stopped $((status ? status : code))
+    return "$status"
+}
+
+# SIGTERM to the workers themselves: they save and exit 0, and then so does torchrun, which makes a failure of a SIGTERM
+# of its own. Programs that just end get it through torchrun.
+forward() {
+    local workers=''
+    [ "$1" != train.py ] || read -r workers 2>/dev/null <"/proc/$launched/task/$launched/children" || true
+    # shellcheck disable=SC2086
+    kill -TERM ${workers:-$launched} 2>/dev/null || true
+}
+
 train() {
-    use_engine "$@"
-    say "train: the draft of recipe $(recipe_name "$@")"
-    "$PYTHON" train.py "$@"
+    parse "$@"
+    use_engine "${rest[@]}"
+    if [ -n "$smoke" ]; then
+        say "smoke: two steps of recipe $(recipe_name "${rest[@]}") and a save, then two more after a resume"
+        launch train.py "${rest[@]}" --smoke 2
+        launch train.py "${rest[@]}" --smoke 4
+        say "smoke: done, it trains, saves and resumes"
+    else
+        say "train: the draft of recipe $(recipe_name "${rest[@]}")"
+        launch train.py "${rest[@]}"
+    fi
+}
+
+plan() {
+    parse "$@"
+    "$PYTHON" plan.py "${rest[@]}" --nnodes "$nnodes" --nproc "$nproc" --samples "$samples"
+}
+
+mirror() {
+    parse "$@"
+    nproc=1 restarts=0
+    launch checkpoint.py sync "${rest[@]}"
 }
 
 # Accept length of the trained draft and, at T = 0, of the untrained one (step_0) on the recipe's tasks.
 evaluate() {
     local name out tasks limit new temperature
+    parse "$@"
+    set -- "${rest[@]}"
     use_engine "$@"
     name=$(recipe_name "$@")
     out=out/$name
@@ -145,23 +228,24 @@ if missing := sorted(set(r.eval_tasks) - set(tasks)):
 print(r.eval_limit, r.eval_max_new_tokens, *(part for t in tasks for part in ("--task", t)), sep="\n")' "$@")
     [ ${#plan[@]} -gt 2 ] || fail "no task file of this recipe is in eval_datasets/; python data_glm.py tasks builds them"
     limit=${plan[0]} new=${plan[1]} tasks=("${plan[@]:2}")
-    "$PYTHON" eval_deepspec.py --draft "$out/step_0" --task "${tasks[1]}" --limit 4 --max-new-tokens "$new" \
+    launch eval_deepspec.py --draft "$out/step_0" --task "${tasks[1]}" --limit 4 --max-new-tokens "$new" \
         --batch-size 8 --temperature 0 --out "$out/eval-untrained"
     for temperature in 0 1; do
-        "$PYTHON" eval_deepspec.py --draft "$out/latest" "${tasks[@]}" --limit "$limit" --max-new-tokens "$new" \
+        launch eval_deepspec.py --draft "$out/latest" "${tasks[@]}" --limit "$limit" --max-new-tokens "$new" \
             --batch-size 8 --temperature "$temperature" --out "$out/eval-t$temperature"
     done
 }
 
 report() { "$PYTHON" report.py "$@"; }
 
-[ $# -le 2 ] || [ "$1" = test ] || [ "$1" = serve-check ] || fail "expected a command and at most one name, got: $*"
+[ $# -le 2 ] || [[ " test serve-check plan train eval sync " == *" $1 "* ]] || fail "expected a command and at most one name, got: $*"
 
 case "${1:-}" in
     setup) if [ $# -gt 1 ]; then setup_engine "$2"; else setup; fi ;;
     demo) shift; SECONDS=0; setup; data "$@"; train "$@"; evaluate "$@"; report "$@"; say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s" ;;
-    data | train | report) command=$1; shift; setup; "$command" "$@" ;;
+    data | train | report | plan) command=$1; shift; setup; "$command" "$@" ;;
     eval) shift; setup; evaluate "$@" ;;
+    sync) shift; setup; mirror "$@" ;;
     test) shift; if [ "${1:-}" = engines ]; then test_engines "${@:2}"; else setup; exec "$PYTHON" -m pytest "$@"; fi ;;
     serve-check)
         shift; setup_engine vllm; .venv-vllm/bin/python serve_check.py "$@"

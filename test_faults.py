@@ -150,6 +150,90 @@ def test_kills():
     assert result.returncode == 0 and result.stdout.startswith("10 kills"), result.stdout + result.stderr
 
 
+def make_node(folder: Path, corpus: Path) -> Path:
+    """A clone as a node of its own has it: the code, a recipe on that corpus, its own out/ and data/."""
+    folder.mkdir()
+    for path in [*HERE.glob("*.py"), *HERE.glob("requirements*.txt"), HERE / "run.sh"]:
+        shutil.copy(path, folder)
+    (folder / ".venv").symlink_to(sys.prefix)
+    with (folder / "recipe.py").open("a") as file:
+        file.write(f"RECIPES['nodes'] = dataclasses.replace(TINY, name='nodes', corpus={str(corpus)!r}, corpus_size=0, "
+                   f"epochs=20, save_every={INTERVAL}, keep_checkpoints=99)\n")
+    return folder
+
+
+def run_sh(node: Path, *words, **options) -> subprocess.Popen:
+    """`bash run.sh WORDS` in a node's folder, in a process group of its own, its output in the file said."""
+    return subprocess.Popen(["bash", "run.sh", *map(str, words)], cwd=node, start_new_session=True,
+                            stdout=(node / "said").open("w"), stderr=subprocess.STDOUT,
+                            env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
+
+
+def on_both(nodes: list[Path], command: str, *words) -> list[subprocess.Popen]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return [run_sh(node, command, "nodes", "--nnodes", 2, "--node-rank", rank, "--master", "127.0.0.1", "--port", port,
+                   "--nproc", 1, *words) for rank, node in enumerate(nodes)]
+
+
+def reach(processes: list[subprocess.Popen], nodes: list[Path], step: int) -> None:
+    deadline = time.time() + 120
+    while last_step(nodes[0] / "out" / "nodes") < step:
+        assert time.time() < deadline and all(p.poll() is None for p in processes), say(nodes)
+        time.sleep(0.005)
+
+
+def say(nodes: list[Path]) -> str:
+    return "\n".join(f"{node.name}: {(node / 'said').read_text()}" for node in nodes)
+
+
+def files(node: Path, step: int) -> set[str]:
+    folder = node / "out" / "nodes" / f"step_{step}"
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_two_nodes_with_disks_of_their_own(tmp_path):
+    """Two `run.sh train` on loopback. A killed worker: both restart and resume. Both nodes killed, one of them a step
+    behind: both resume at the older one. SIGTERM to one: both save and exit 0. Then sync, and one node goes on alone.
+    """
+    tiny_recipe(tmp_path)
+    nodes = [make_node(tmp_path / f"node_{i}", tmp_path / "chats.jsonl") for i in range(2)]
+    outs = [node / "out" / "nodes" for node in nodes]
+
+    running = on_both(nodes, "train", "--max-restarts", 1)
+    reach(running, nodes, 5)
+    launcher = int(Path(f"/proc/{running[1].pid}/task/{running[1].pid}/children").read_text().split()[-1])
+    worker = int(Path(f"/proc/{launcher}/task/{launcher}/children").read_text())
+    os.killpg(worker, signal.SIGKILL)
+    reach(running, nodes, 14)
+    for process in running:
+        os.killpg(process.pid, signal.SIGKILL)
+    for process in running:
+        process.wait(60)
+    assert "resumed at step" in say(nodes[:1]), say(nodes)
+
+    newest = checkpoint.steps_in(outs[0])[-1]
+    for step in checkpoint.steps_in(outs[1])[-2:]:
+        shutil.rmtree(outs[1] / f"step_{step}")
+    common = checkpoint.steps_in(outs[1])[-1]
+    assert common < newest and {"state/__0_0.distcp"} == files(nodes[0], common) - files(nodes[1], common)
+    running = on_both(nodes, "train")
+    reach(running, nodes, newest + 4)
+    os.kill(running[1].pid, signal.SIGTERM)
+    assert [process.wait(60) for process in running] == [0, 0], say(nodes)
+    assert f"resumed at step {common}\n" in say(nodes) and (outs[0] / f"aside_step_{newest}").exists(), say(nodes)
+
+    mirrored = on_both(nodes, "sync")
+    assert [process.wait(60) for process in mirrored] == [0, 0], say(nodes)
+    last = checkpoint.steps_in(outs[1])[-1]
+    assert checkpoint.steps_in(outs[0]) == checkpoint.steps_in(outs[1])
+    assert all(files(nodes[0], step) == files(nodes[1], step) for step in checkpoint.steps_in(outs[0]))
+    alone = run_sh(nodes[1], "train", "nodes", "--nproc", 1)
+    assert alone.wait(120) == 0 and f"resumed at step {last}\n" in say(nodes[1:]), say(nodes[1:])
+    assert last_step(outs[1]) == 80
+
+
 if __name__ == "__main__":
     if len(sys.argv) not in (3, 4) or sys.argv[1] != "kills":
         raise SystemExit("usage: python test_faults.py kills COUNT [PROCESSES]")

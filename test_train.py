@@ -409,7 +409,7 @@ def test_prefixed_keys_load_and_lost_moments_rewarm(recipe, tmp_path, finished, 
 
 SIGNALS = RUN.replace("train.train(", """
 import os, signal
-import checkpoint, data_glm
+import checkpoint, eval_deepspec
 from dspark import DSparkDraft
 armed, rank = [], int(os.environ.get("RANK", "0"))
 
@@ -423,7 +423,7 @@ def hurt(phase, owner, name):                    # the next call gets SIGTERM on
     setattr(owner, name, call)
 
 hurt("accumulation", DSparkDraft, "forward")
-hurt("evaluation", data_glm, "encode_prompt")
+hurt("evaluation", eval_deepspec, "decode")
 hurt("saving", checkpoint.dcp, "save")
 for phase in ("accumulation", "evaluation", "saving"):
     armed += [phase] * (rank == int(os.environ.get("WORLD_SIZE", "1")) - 1)

@@ -6,13 +6,16 @@ functions of the step (learning rate, order of data), the journal and the parts 
 engine runs the target (capture.py does), what the loss means (dspark.py) nor how a batch is cut (plan.py).
 Read next: checkpoint.py (how a run survives) and eval_deepspec.py (how good the draft is).
 """
+import argparse
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.util
 import json
 import math
-import sys
+import shutil
+import signal
 import time
 import traceback
 from collections import defaultdict
@@ -491,11 +494,20 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
 
 
 def main() -> None:
-    if len(sys.argv) > 2 or sys.argv[1:] in (["-h"], ["--help"]):
-        raise SystemExit("usage: python train.py [recipe], or torchrun --nproc_per_node N train.py [recipe]")
-    recipe = get_recipe(*sys.argv[1:])
-    with plain_errors(), alone_in(Path("out") / recipe.name, start_world()):
+    parser = argparse.ArgumentParser(description="Train a draft, or go on where its run stands.")
+    parser.add_argument("recipe", nargs="?", help="a name in recipe.py")
+    parser.add_argument("--smoke", type=int, metavar="STEPS", help="so many steps in out/<recipe>-smoke; 2 starts anew")
+    options = parser.parse_args()
+    recipe, world = get_recipe(options.recipe), start_world()
+    if options.smoke:
+        recipe = dataclasses.replace(recipe, name=f"{recipe.name}-smoke", max_steps=options.smoke, save_every=2,
+                                     evals_per_epoch=0)
+        if options.smoke == 2:
+            shutil.rmtree(Path("out") / recipe.name, ignore_errors=True)
+            dist.barrier()
+    with plain_errors(), alone_in(Path("out") / recipe.name, world):
         train(recipe)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)                # nothing is left that it could stop
     dist.destroy_process_group()
 
 
