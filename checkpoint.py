@@ -78,6 +78,13 @@ def flush(*paths: Path) -> None:
             os.close(handle)
 
 
+def header_of(path: Path) -> bytes:
+    """What a safetensors file begins with: eight bytes of length, and so many of JSON."""
+    with path.open("rb") as file:
+        length = file.read(8)
+        return length + file.read(int.from_bytes(length, "little"))
+
+
 def made_here(folder: Path) -> bool:
     """Make `folder` on every disk; whether this rank did, one for each disk, rank 0 where it can (collective)."""
     mine = False
@@ -113,19 +120,27 @@ def save_checkpoint(out: Path, step: int, draft, optimizers, recipe: Recipe, cou
     sums = {name: value for one in gather(sums) for name, value in one.items()}
     metadata = gather((state / ".metadata").read_bytes() if rank == 0 and not problem else b"")[0]
     tensors = full_tensors(draft, dtype)
+    weights = partial / "model.safetensors"
     if first and not problem:
         try:
+            save_file(tensors, weights, metadata=stamp(draft.config))
+        except (OSError, SafetensorError) as error:
+            problem = str(error)
+    header = gather(header_of(weights) if rank == 0 and not problem else b"")[0]
+    if first and not problem:
+        try:
+            with weights.open("r+b") as file:    # metadata comes in any order
+                file.write(header)
             (state / ".metadata").write_bytes(metadata)
             draft.config.save(partial, dtype)
-            save_file(tensors, partial / "model.safetensors", metadata=stamp(draft.config))
-            shutil.copymode(partial / "config.json", partial / "model.safetensors")  # save_file makes it private
+            shutil.copymode(partial / "config.json", weights)        # save_file makes it private
             save_recipe(recipe, partial / "recipe.json")
             files = {path.name: checksum(path) for path in sorted(partial.glob("*.*")) if path.is_file()}
             trainer = counters | {"step": step, "state": sums, "files": files,
                                   "adam_steps": max(map(int, adam_counts(optimizers)), default=0)}
             (partial / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n")
             flush(*partial.rglob("*"), partial)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             problem = str(error)
     if problems := [text for text in gather(problem) if text]:
         shutil.rmtree(partial, ignore_errors=True)
