@@ -5,6 +5,7 @@
     python bench.py attention                   grouped attention against one dense mask, from 64 to 512 blocks
     python bench.py capture                     HFTarget.capture against output_hidden_states=True and logits
     python bench.py step                        one training step of the default recipe, phase by phase
+    python bench.py scaling                     a sample each on 1, 2, 4 processes of one thread: what sharding costs
     python bench.py generate                    answers for a corpus, against `generate` of transformers
     python bench.py eval                        decoding: the plain way, ours one prompt at a time, ours eight at a time
 
@@ -15,8 +16,10 @@ memory) that the process had before its first forward. Read next: objective.py.
 import argparse
 import functools
 import json
+import os
 import platform
 import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -250,6 +253,46 @@ def step_phases(args) -> dict:
     return result | {"step": {key: sum(r[key] for r in result.values()) for key in result["forward"]}}
 
 
+def scaling_step(args) -> dict:
+    """In one of the processes: steps of the default recipe's draft, sharded as in training, on a random sample."""
+    from ranks import start_world
+    from train import make_optimizers, shard
+    world, r = start_world(), DEFAULT
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    head = frozen_linear(torch.randn(r.vocab_size, r.hidden_size).mul_(0.05))
+    draft = DSparkDraft(DSparkConfig.from_recipe(r)).configure_objective(r)
+    draft.attach(torch.nn.Embedding.from_pretrained(head.weight.detach()), head)
+    shard(draft, world, torch.float32)
+    optimizers, S = make_optimizers(draft, r), args.length
+    ids = torch.randint(r.vocab_size, (1, S))
+    context, final = torch.randn(1, S, len(r.target_layer_ids) * r.hidden_size), torch.randn(1, S, r.hidden_size)
+
+    def step():
+        draft(ids, context, torch.ones_like(ids), final, seeds=[world.rank], lengths=[S])[0].backward()
+        for each in optimizers:
+            each.step()
+        draft.zero_grad()
+    return measure(step, lambda: None, args.repeats)
+
+
+def scaling(args) -> dict:
+    """Medians of rank 0 by number of processes. On fewer cores than processes only the processor seconds compare."""
+    found = {}
+    for n in (1, 2, 4):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        world = {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                 "OMP_NUM_THREADS": "1"}
+        processes = [subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--form", "scaling"], text=True,
+                                      env=os.environ | world | {"RANK": str(i), "LOCAL_RANK": str(i)},
+                                      stdout=subprocess.PIPE) for i in range(n)]
+        said = [process.communicate()[0] for process in processes]
+        found[str(n)] = medians([json.loads(said[0].splitlines()[-1])])
+    return found
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoding
 
@@ -439,7 +482,7 @@ def show(result: dict, base_of) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("objective", "attention", "capture", "step", "eval", "generate"))
+    parser.add_argument("what", choices=("objective", "attention", "capture", "step", "scaling", "eval", "generate"))
     parser.add_argument("--dry", action="store_true", help="objective: only compute the memory of its buffers")
     parser.add_argument("--blocks", type=int, default=64, help="anchors of the sequence")
     parser.add_argument("--length", type=int, help="tokens of the sequence (attention 1000, others 250)")
@@ -462,6 +505,9 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     make = {"objective": objective_step, "attention": attention_step, "capture": capture_step}.get(args.what)
+    if args.form == "scaling":
+        print(json.dumps(scaling_step(args)))
+        return
     if args.form:
         form, _, blocks = args.form.partition("@")
         small = argparse.Namespace(**vars(args) | {"vocab": 1000})    # a warm-up that leaves no high-water mark behind
@@ -475,6 +521,11 @@ def main() -> None:
         result = generation(args)
     elif args.what == "step":
         result = show(step_phases(args), lambda name: "step")
+        rates = {name: DEFAULT.micro_batch / r["seconds"] for name, r in result.items() if name != "ratios"}
+        print("samples/s: " + ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items()))
+        result["samples_per_s"] = rates
+    elif args.what == "scaling":
+        result = show(scaling(args), lambda name: "1")
     elif args.what == "capture":
         result = show(in_processes(args, ["all+logits", "capture"]), lambda name: "all+logits")
         print({name: f"{DEFAULT.micro_batch * args.length / result[name]['seconds']:.0f} tokens/s"
