@@ -400,8 +400,7 @@ def main() -> None:
         if args.command == "tasks":
             if strangers := set(args.names) - set(BUILDERS):
                 parser.error(f"no task named {', '.join(strangers)}; there are: {', '.join(BUILDERS)}")
-            build_tasks(tuple(args.names or BUILDERS))
-            return
+            raise SystemExit(1 if build_tasks(tuple(args.names or BUILDERS)) else 0)
         if len(args.names) > 1:
             parser.error(f"expected one recipe at most, got {' '.join(args.names)}")
         recipe, start = get_recipe(*args.names), time.perf_counter()

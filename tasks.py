@@ -132,10 +132,10 @@ BUILDERS = {
 OFFLINE = ("gsm_symbolic", "humaneval")
 
 
-def build_tasks(names: tuple[str, ...], folder: Path = TASKS) -> None:
+def build_tasks(names: tuple[str, ...], folder: Path = TASKS) -> list[str]:
     """Write the task files that are missing, and the hash of each into hashes.json. One that cannot be fetched is
-    reported, the others are built."""
-    noted = folder / "hashes.json"
+    reported, the others are built. Returns the names of those that are still missing."""
+    noted, missing = folder / "hashes.json", []
     with locked(folder / "lock"):
         hashes = json.loads(noted.read_text()) if noted.is_file() else {}
         for name in names:
@@ -150,8 +150,10 @@ def build_tasks(names: tuple[str, ...], folder: Path = TASKS) -> None:
                 what = f"its data set has no column {error}" if isinstance(error, KeyError) else error
                 print(f"task {name}: could not be fetched ({what}); `python data_glm.py tasks {name}` tries again, or "
                       f"put {path} there by hand, one {{\"turns\": [...]}} a line")
+                missing.append(name)
                 continue
             write_atomic(path, lines)
             hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()
             write_atomic(noted, json.dumps(hashes, indent=2) + "\n")
             print(f"task {name}: {path}, {len(lines)} prompts, sha256 {hashes[name][:16]}")
+    return missing
