@@ -2,12 +2,14 @@
 import json
 import sys
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import capture
+import sglang_target
 from capture import Captured, HFTarget, TargetEmbeddingsAndHead, probe
 from recipe import TINY
 from targets import target_path
@@ -178,3 +180,11 @@ def test_bfloat16_stays_near(target):
 def test_engines_have_names():
     with pytest.raises(ValueError, match="'vllm'; there are 'transformers' and 'sglang'"):
         capture.load_target(replace(TINY, engine="vllm"))
+
+
+def test_an_engine_that_is_not_installed_says_how_to_get_it(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+    monkeypatch.setattr(sglang_target, "version", missing)
+    with pytest.raises(ValueError, match="bash run.sh setup sglang, then use .venv-sglang/bin/python"):
+        capture.load_target(replace(TINY, engine="sglang"))
