@@ -5,6 +5,7 @@ OpenAI-compatible servers, many requests at once. `answer_corpus` keeps what eit
 on disk at once, a run that is killed goes on with the ids that are missing, whichever back end finishes them. The
 memory behind `generate` is in kvcache.py. Read next: data_glm.py.
 """
+import http.client
 import json
 import os
 import queue
@@ -302,7 +303,8 @@ def ask(servers: Servers, body: dict) -> dict:
             servers.give_back(url, wrong)        # a server that refuses a request is well
             if wrong:
                 raise ValueError(said) from error
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:    # down, torn, or no completion
+        except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
+            # down, torn, or no completion
             said = f"{url}: {type(error).__name__}: {error}"
             servers.give_back(url, False)
         time.sleep(BACK_OFF * 2 ** attempt * random.uniform(0.5, 1) * (attempt < ATTEMPTS - 1))

@@ -262,6 +262,13 @@ def test_faults_of_a_server_cost_time_and_no_row(prepared, capsys):
     assert "12 of 12 conversations" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("fault", [503, "hang up", 429, "half", 500])
+def test_each_fault_is_asked_again(prepared, fault, capsys):
+    with scripted(echo, [fault] * 2) as server:
+        data_glm.regen(RECIPE, [server.url], concurrency=1, **GIVEN)
+    assert not server.faults and "12 of 12 conversations" in capsys.readouterr().out
+
+
 def test_a_refused_conversation_is_written_apart_and_asked_again(prepared, capsys):
     bad = next(read_rows(data_glm.source_path(RECIPE)))["messages"][0]["content"]
 
