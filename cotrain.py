@@ -15,9 +15,12 @@ from; states of two versions never meet in a batch. Read next: rollout.py (the e
 """
 import argparse
 import copy
+import functools
 import json
 import math
+import os
 import re
+import sys
 from pathlib import Path
 
 import torch
@@ -37,7 +40,9 @@ from layouts import load_draft_tensors
 from optimizers import make_optimizers
 from recipe import COTRAIN, Cotrain, recipe_hash
 from rollout import check_contract, engine_has_dflash2, generate, send, serving_state, start_engine, tensor_hash
+from serve_check import interpret_triton
 from targets import download, locked, plain_errors, target_path
+from tasks import REASONING, hub_rows
 from train import Clock, cut_lines
 
 PATIENCE = 3                                     # due cycles without training, or failed publishes, before the run ends
@@ -48,18 +53,29 @@ OUT = Path("out") / "cotrain"
 # Rewards and the target's update
 
 
-def problems(c: Cotrain, step: int) -> list[tuple[str, object]]:
-    """The step's prompts, each with a function from an answer's text to its reward (reasoning-gym judges)."""
+@functools.cache
+def problem_set(task: str, seed: int, size: int):
+    """(problem i, score(answer, problem)): reasoning-gym's generators and judges, or GSM8K's training questions."""
+    if task == "gsm8k":
+        rows = list(hub_rows("openai/gsm8k", "main/train*.parquet"))
+        entries = [{"question": row["question"] + REASONING, "answer": row["answer"].split("####")[-1].strip()}
+                   for row in rows]
+        order = torch.randperm(len(entries), generator=torch.Generator().manual_seed(seed)).tolist()
+        return lambda i: entries[order[i % len(order)]], lambda a, e: a == e["answer"].replace(",", "")
     import reasoning_gym
-    config = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}.get(c.task, {})
-    data = reasoning_gym.create_dataset(c.task, seed=c.seed, size=c.steps * c.prompts + 1, **config)
+    config = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}.get(task, {})
+    data = reasoning_gym.create_dataset(task, seed=seed, size=size, **config)
+    return data.__getitem__, data.score_answer
+
+
+def problems(c: Cotrain, step: int) -> list[tuple[str, object]]:
+    """The step's prompts, each with a function from an answer's text to its reward: its last number is judged."""
+    entry_of, score = problem_set(c.task, c.seed, c.steps * c.prompts + 1)
 
     def judge(entry):
-        def score(text: str) -> float:
-            numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
-            return float(data.score_answer(numbers[-1] if numbers else None, entry))
-        return score
-    entries = [data[(step - 1) * c.prompts + i] for i in range(c.prompts)]
+        numbers = re.compile(r"-?\d+(?:\.\d+)?")
+        return lambda text: float(score((numbers.findall(text.replace(",", "")) or [None])[-1], entry))
+    entries = [entry_of((step - 1) * c.prompts + i) for i in range(c.prompts)]
     return [(entry["question"], judge(entry)) for entry in entries]
 
 
@@ -80,12 +96,13 @@ def update_actor(model: nn.Module, optimizer, samples: list[dict], c: Cotrain) -
     """One pass of the clipped policy gradient over the samples, a token mean per mini-batch."""
     for first in range(0, len(samples), c.actor_batch):
         part = samples[first:first + c.actor_batch]
-        ids = pad_sequence([s["ids"] for s in part], batch_first=True)
+        ids = pad_sequence([s["ids"] for s in part], batch_first=True).to(model.device)
         final = model.get_decoder()(input_ids=ids).last_hidden_state     # right padding: nobody attends to it
         terms = []
-        for row, s in zip(final, part, strict=True):
-            new = token_logp(model.get_output_embeddings(), row[:len(s["ids"])], s["ids"], s["prompt"])
-            ratio = (new - s["logp"]).exp()
+        for row, tokens, s in zip(final, ids, part, strict=True):
+            n = len(s["ids"])
+            new = token_logp(model.get_output_embeddings(), row[:n], tokens[:n], s["prompt"])
+            ratio = (new - s["logp"].to(new)).exp()
             terms.append(torch.minimum(ratio * s["advantage"],
                                        ratio.clamp(1 - c.clip, 1 + c.clip) * s["advantage"]))
         optimizer.zero_grad()
@@ -173,7 +190,7 @@ def train_drafter(draft, optimizers: dict, buffer: list[list[dict]], c: Cotrain,
         items = [owner[j] for owner in buffer
                  for j in torch.randperm(len(owner), generator=generator)[:c.drafter_batch].tolist()]
         assert len({item["version"] for item in items}) == 1
-        ids, context, mask = (pad_sequence([item[key] for item in items], batch_first=True)
+        ids, context, mask = (pad_sequence([item[key] for item in items], batch_first=True).to(draft.fc.weight.device)
                               for key in ("ids", "context", "mask"))
         loss, _ = draft(ids, context, mask, seeds=[(step << 24) + (i << 12) + b for b in range(len(items))],
                         lengths=[len(item["ids"]) for item in items])
@@ -280,7 +297,7 @@ def cotrain(c: Cotrain, out: Path, replay: Path | None = None) -> Path:
     if replay and len(recorded) < c.steps:
         raise ValueError(f"{replay} recorded {len(recorded)} of {c.steps} steps; finish it first: cotrain.py {c.name}")
     actor = load_actor(c, path)
-    draft = new_draft(c.recipe).attach(actor.embed_tokens, actor.lm_head)
+    draft = new_draft(c.recipe).to(actor.device).attach(actor.embed_tokens, actor.lm_head)
     draft.load_tensors({n: t.float() for n, t in load_draft_tensors(folder).items()}, where=str(folder))
     optimizers = make_optimizers(draft, c.recipe)
     actor_optimizer = torch.optim.AdamW(actor.model.parameters(), lr=c.actor_lr, weight_decay=0.0)
@@ -442,6 +459,10 @@ def main() -> None:
     parser.add_argument("--frozen", action="store_true", help="the baseline of a finished run, and the picture of both")
     options = parser.parse_args()
     c, run = COTRAIN[options.recipe], OUT / options.recipe
+    if c.recipe.draft == "dflash2" and not torch.cuda.is_available():    # the engine needs Triton, or its interpreter
+        if os.environ.get("TRITON_INTERPRET") != "1":                    # which Triton must find when it is imported
+            os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})
+        interpret_triton()
     out, replay = (run.with_name(run.name + "-frozen"), run) if options.frozen else (run, None)
     if options.frozen:
         import dataclasses

@@ -359,14 +359,19 @@ DEFAULT = SMOLLM2_DEMO
 TOY_DRAFTER = Cotrain(
     name="toy-drafter", recipe=TOY, task="chain_sum", drafter="fresh", steps=6, actor_lr=0.0, prompts=16, group=8,
     max_new_tokens=40, max_model_len=128, collect_interval=1, train_interval=1, publish_interval=1, drafter_steps=30,
-    drafter_batch=16, window=20, samples_per_owner=128, save_every=6, seed=7,
+    drafter_batch=16, window=26, samples_per_owner=128, save_every=6, seed=7,
 )
 TOY_COTRAIN = dataclasses.replace(
-    TOY_DRAFTER, name="toy", drafter="out/cotrain/toy-drafter/latest/drafter", steps=16, actor_lr=5e-4,
+    TOY_DRAFTER, name="toy", drafter="out/cotrain/toy-drafter/latest/drafter", steps=20, actor_lr=1.5e-4,
     collect_interval=2, train_interval=2, publish_interval=2, save_every=1, seed=42,
 )
+# DFlash2 on a CPU runs under Triton's interpreter: slow, so a short and greedy run, in which the target stays.
+TOY_DFLASH2 = dataclasses.replace(
+    TOY_DRAFTER, name="toy-dflash2", recipe=dataclasses.replace(TOY, name="toy-dflash2", draft="dflash2"), steps=2,
+    temperature=0.0, prompts=4, group=1, max_new_tokens=24, drafter_steps=10, drafter_batch=4, window=12,
+)
 COTRAIN = {c.name: c for c in (
-    TOY_DRAFTER, TOY_COTRAIN,
+    TOY_DRAFTER, TOY_COTRAIN, TOY_DFLASH2,
     Cotrain(name="smollm2-dflash2", recipe=SMOLLM2_DFLASH2, task="gsm_symbolic", drafter="out/smollm2-dflash2/latest",
             steps=8, prompts=2, group=4, max_new_tokens=96, max_model_len=512, actor_lr=1e-5, actor_batch=4, window=48,
             save_every=8),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from layouts import FLASH2
 from recipe import Cotrain
+from serve_check import mend_cpu_operators
 
 ALLOWED = {"dflash": {"DFlashDraftModel"}, "dflash2": {"DFlash2DraftModel"}}     # architectures by the recipe's word
 LOSSY = ("typical_acceptance_sampler", "rejection_sample_method", "posterior_threshold", "posterior_alpha")
@@ -258,7 +259,6 @@ def start_engine(c: Cotrain, target: Path, spec: dict):
     cpu = {} if torch.cuda.is_available() else {"dtype": "float32", "enforce_eager": True,
                                                 "kv_cache_memory_bytes": 256 << 20}
     if cpu:
-        from serve_check import mend_cpu_operators
         mend_cpu_operators()
     return LLM(model=str(target), skip_tokenizer_init=True, max_model_len=c.max_model_len, seed=c.seed,
                max_num_seqs=c.prompts * c.group, enable_prefix_caching=False, disable_log_stats=False,

