@@ -32,8 +32,9 @@ from transformers import DynamicCache
 
 import dspark
 import objective
+from attention import Attention, Visibility, rope_tables
 from decode import GREEDY_BELOW, Clock, Proposal, Trace, accept, decode
-from dspark import Attention, DSparkConfig, DSparkDraft, Supervision, Visibility, frozen_linear, rope_tables
+from dspark import DSparkConfig, DSparkDraft, Supervision, frozen_linear
 from recipe import DEFAULT
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

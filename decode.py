@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention import rope_tables
+from kvcache import SlotCache, pack_linears
+
 GREEDY_BELOW = 1e-5                              # temperatures below this take the argmax; nothing is drawn then
 NEAR_TIE = 2e-4                                  # logits this close, or scores by this share, may swap by rounding
 
@@ -166,6 +169,61 @@ def end_at_stop(tokens: list[int], accepted: int, stops: set[int]) -> tuple[int,
     """(accepted drafted tokens, False), or, if one of them is a stop token, (those up to it, True)."""
     stop = next((i for i, token in enumerate(tokens[:accepted]) if token in stops), None)
     return (accepted, False) if stop is None else (stop + 1, True)
+
+
+class DraftSession:
+    """Decoding state of one sequence or (slots > 1) many: per layer the keys and values of the committed context, at
+    their absolute positions. With many slots the session is empty at first: `admit` adds a row, `drop` removes one."""
+
+    def __init__(self, draft, slots: int = 1, room: int = 512):
+        pack_linears(draft)
+        pack_linears(draft.lm_head)
+        self.draft, self.cache = draft, SlotCache(len(draft.layers), slots, room, draft.fc.weight.device)
+        self.cache.use(0, slots if slots == 1 else 0)
+
+    @property
+    def length(self) -> int:
+        return self.cache.longest
+
+    def _rope(self, n: int) -> tuple[Tensor, Tensor]:
+        c = self.draft.config
+        return rope_tables(self.cache.positions(n), c.head_dim, c.rope_theta, self.draft.fc.weight.dtype)
+
+    def extend(self, captured: Tensor, counts: list[int] | None = None) -> None:
+        """Append captured layers [B, n, k*H] of newly committed tokens: all n of every row, or counts[b] of row b."""
+        n = captured.shape[1]
+        self.cache = self.cache.with_room(n)
+        context, rope = self.draft.context(captured.to(self.draft.fc.weight.dtype)), self._rope(n)
+        for layer, memory in zip(self.draft.layers, self.cache.layers, strict=True):
+            memory.update(*layer.self_attn.keys_values(context, rope))
+        self.cache.advance(counts or n)
+
+    def admit(self, captured: Tensor) -> None:
+        """A new row whose context begins with captured [1, n, k*H]."""
+        row = self.cache.new_row()
+        self.extend(captured)
+        self.cache.use(0, row + 1)
+
+    def drop(self, row: int) -> None:
+        self.cache.drop_row(row)
+
+    def block(self, last_token: Tensor) -> Tensor:
+        """Hidden rows [B, K, H] of the blocks that start behind each row's context with last_token [B, 1]; leaves no
+        trace."""
+        c, cache, K = self.draft.config, self.cache, self.draft.config.block_size
+        lengths, rope = cache.lengths[cache.first:cache.last], self._rope(K)
+        ids = self.draft.block_rows(last_token, torch.zeros_like(last_token))[:, 0]           # [B, K]
+        x = self.draft.embed(ids)
+        for i, (layer, memory) in enumerate(zip(self.draft.layers, cache.layers, strict=True)):
+            visible = [(n, self._window_mask(n, c.window(i))) for n in lengths]
+            x = layer(x, rope, memory.stored(), None, visible)
+        return self.draft.norm(x)
+
+    def _window_mask(self, length: int, window: int | None) -> Tensor | None:
+        if window is None:
+            return None
+        at = torch.arange(length + self.draft.config.block_size, device=self.cache.device)
+        return (at[length:, None] - at < window) | (at >= length)
 
 
 class NoDraft:

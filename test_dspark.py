@@ -22,9 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from capture import Captured, HFTarget
-from decode import Proposal, accept, speculative_decode
+from decode import DraftSession, Proposal, accept, speculative_decode
 from dspark import (
-    DraftSession,
     DSparkConfig,
     DSparkDraft,
     Supervision,
@@ -937,7 +936,7 @@ MUTATIONS = [
     ("label shift by one", "dspark.py", "return cls(pick(input_ids, target),", "return cls(pick(input_ids, source),",
      "labels_and_weights"),
     ("decay from t+1", "dspark.py", "torch.exp(-slots.to(", "torch.exp(-(slots + 1).to(", "labels_and_weights"),
-    ("<= in the context mask", "dspark.py", "columns < part[..., None]", "columns <= part[..., None]", "leaks"),
+    ("<= in the context mask", "attention.py", "columns < part[..., None]", "columns <= part[..., None]", "leaks"),
     ("softmax in bf16 (objective, full)", "objective.py",
      "logits = logits.to(torch.promote_types(logits.dtype, torch.float32))", "logits = logits.to(torch.bfloat16)",
      "objective_equals"),

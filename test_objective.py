@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import attention
 import bench
-import dspark
 import objective
-from dspark import Attention, DSparkConfig, DSparkDraft, Visibility, frozen_linear, rope_tables
+from attention import Attention, Visibility, rope_tables
+from dspark import DSparkConfig, DSparkDraft, frozen_linear
 from test_dspark import one_thread  # noqa: F401 - tiny models, one thread
 
 HEADS = ("none", "vanilla", "gated", "rnn")
@@ -238,7 +239,7 @@ def attention_case(N: int = 37, S: int = 41, K: int = 4, window: int | None = No
 def test_grouped_attention_equals_one_dense_mask(window):
     """Outputs and gradients, over several groups of blocks, with dummy blocks and a sliding window."""
     layer, x, context, rope, kv, visible, mask = attention_case(window=window)
-    assert x.shape[1] > 2 * dspark.ATTENTION_GROUP * visible.block_size
+    assert x.shape[1] > 2 * attention.ATTENTION_GROUP * visible.block_size
     results = []
     for seen in (visible, [(context.shape[1], m) for m in mask]):
         out = layer(x, rope, kv, seen)
@@ -255,7 +256,7 @@ def test_flex_attention_follows_the_same_rule(window):
     from torch.nn.attention.flex_attention import flex_attention
     layer, x, _, rope, (ck, cv), visible, mask = attention_case(N=9, S=19, window=window)
     with torch.no_grad():
-        q = dspark.rotate(layer.q_norm(layer.heads(layer.q_proj(x))), rope)
+        q = attention.rotate(layer.q_norm(layer.heads(layer.q_proj(x))), rope)
         k, v = layer.keys_values(x, rope)
         keys, values = torch.cat((ck, k), 2), torch.cat((cv, v), 2)
         flex = flex_attention(q, keys, values, enable_gqa=True, block_mask=visible.flex_mask(window))
