@@ -36,6 +36,7 @@ from checkpoint import flush, prune, publish, steps_in
 from data_glm import read_rows
 from dflash2 import new_draft, serving_names
 from dspark import frozen_linear
+from journal import Clock, cut_lines
 from layouts import load_draft_tensors
 from optimizers import make_optimizers
 from recipe import COTRAIN, Cotrain, recipe_hash
@@ -43,7 +44,6 @@ from rollout import check_contract, engine_has_dflash2, generate, send, serving_
 from serve_check import interpret_triton
 from targets import download, locked, plain_errors, target_path
 from tasks import REASONING, hub_rows
-from train import Clock, cut_lines
 
 PATIENCE = 3                                     # due cycles without training, or failed publishes, before the run ends
 OUT = Path("out") / "cotrain"
