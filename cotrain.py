@@ -37,7 +37,6 @@ from data_glm import read_rows
 from dflash2 import new_draft, serving_names
 from dspark import frozen_linear
 from journal import Clock, cut_lines
-from journal import Clock, cut_lines
 from layouts import load_draft_tensors
 from optimizers import make_optimizers
 from recipe import COTRAIN, Cotrain, recipe_hash
