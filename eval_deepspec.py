@@ -178,7 +178,7 @@ def file_hash(path: Path) -> str | None:
 class Journal:
     """Finished samples on disk, one json line each, so that a killed sweep goes on at the next sample.
 
-    Every process appends to its own file and reads all of them. Lines made under other settings are not used: the file
+    Every process appends to its own file and knows the lines of all, whosever disk they lie on. Lines made under other settings are not used: the file
     name carries their hash.
     """
 
@@ -191,9 +191,17 @@ class Journal:
         for path in sorted(out.glob(f"samples-{key}.*.jsonl")):
             drop_torn_line(path)                 # its sample is decoded again
             self.lines += read_rows(path)
-        if dist.is_initialized():
-            dist.barrier()                       # nobody appends before everybody has read
+        # Every node may have a disk of its own: what only some hold is handed to all. Nobody appends before that.
+        held = gather({self.name(s) for s in self.lines})
+        lacking = set.union(*held) - set.intersection(*held)
+        mine = lacking - set().union(*held[:rank])
+        for part in gather([s for s in self.lines if self.name(s) in mine]):
+            self.lines += [s for s in part if self.name(s) not in held[rank]]
         self.file = self.path.open("a")
+
+    @staticmethod
+    def name(sample: dict) -> tuple:
+        return sample["task"], sample["file"], sample["index"]
 
     def samples(self, task: str, content: str) -> dict[int, dict]:
         """Finished samples of a task file with this hash, by index."""

@@ -341,6 +341,22 @@ def test_two_replicas_give_the_table_of_one(trained, monkeypatch):
     assert shares == [3, 3]
 
 
+def test_what_a_node_has_on_its_own_disk_counts_on_all(trained, monkeypatch):
+    """Two nodes without a common disk: a second run finds all samples of the first one, not those of rank 0 alone."""
+    monkeypatch.chdir(trained)
+    one = evaluate("out/one-disk", limit=6)
+    Path("apart.py").write_text(f"import os, sys\nsys.path.insert(0, {str(HERE)!r})\nimport eval_deepspec\n"
+                                "sys.argv[-1] += os.environ['RANK']\neval_deepspec.main()\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "apart.py",
+               "--draft", "out/tiny/latest", "--temperature", "1", "--max-new-tokens", "24"]
+    for limit in ("4", "6", "6"):
+        done = subprocess.run([*command, "--limit", limit, "--out", "out/disk"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert timeless(json.loads(Path("out/disk0/results.json").read_text())) == timeless(one)
+    assert [sum(len(p.read_text().splitlines()) for p in Path(f"out/disk{rank}").glob("samples-*")) for rank in (0, 1)
+            ] == [3, 3]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Calibration
 
