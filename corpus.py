@@ -219,7 +219,11 @@ def normalise(row, counts: Counter) -> dict:
         message = {"role": role, "content": text_of(turn)}
         if reasoning := turn.get("reasoning_content") or turn.get("reasoning"):
             message["reasoning_content"] = str(reasoning)
+        if role != "assistant" and not isinstance(message["content"], str):
+            raise Rejected("thinking outside an answer")
         if calls := parsed(turn.get("tool_calls")):
+            if not isinstance(calls, list):
+                raise Rejected("tool calls that are no list")
             message["tool_calls"] = [
                 {k: v for k, v in call.items() if v is not None}
                 | {"function": call["function"] | {"arguments": parsed(call["function"].get("arguments"))}}
@@ -257,7 +261,7 @@ def normalise(row, counts: Counter) -> dict:
 def content_hash(row: dict) -> bytes:
     """16 bytes of a row's normalised text: rows that differ in white space, case or Unicode form only are doubles."""
     def plain(value) -> str:
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     text = json.dumps([[plain(m.get(k, "")) for k in ("role", "content", "reasoning_content", "tool_calls")]
                        for m in row["messages"]], ensure_ascii=False)
@@ -290,8 +294,9 @@ def collect(source: str, path: Path, size: int, seed: int) -> None:
                 source_id = record.get("id")
                 row = {"id": content.hex()} | ({} if source_id is None else {"source_id": source_id}) | row
                 line = json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n"
-            except (Rejected, UnicodeEncodeError) as error:
-                reason = str(error) if isinstance(error, Rejected) else "half a surrogate pair"
+            except (Rejected, UnicodeEncodeError, RecursionError) as error:
+                reason = {UnicodeEncodeError: "half a surrogate pair",
+                          RecursionError: "nested too deep"}.get(type(error), str(error))
                 reasons[reason] += 1
                 place_of.setdefault(reason, place)
                 bad.write(json.dumps({"place": place, "reason": reason, "row": repr(record)[:200]}) + "\n")

@@ -178,8 +178,8 @@ def file_hash(path: Path) -> str | None:
 class Journal:
     """Finished samples on disk, one json line each, so that a killed sweep goes on at the next sample.
 
-    Every process appends to its own file and knows the lines of all, whosever disk they lie on. Lines made under other settings are not used: the file
-    name carries their hash.
+    Every process appends to its own file and knows the lines of all, whosever disk they lie on. Lines made under other
+    settings are not used: the file name carries their hash.
     """
 
     def __init__(self, out: Path, key: str):

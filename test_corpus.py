@@ -99,6 +99,10 @@ BROKEN = [
     (chat("q", "").encode(), "only empty answers"),
     (chat("q", "a", tools={"no": "list"}).encode(), "tools that are no list"),
     (chat("q", "\ud83d half").encode(), "half a surrogate pair"),
+    (chat([{"type": "thinking", "thinking": "hm"}], "a").encode(), "thinking outside an answer"),
+    (chat("q", "a", tools="[" * 100_000).encode(), "nested too deep"),
+    (b'{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": "f(x)"}]}',
+     "tool calls that are no list"),
 ]
 
 
