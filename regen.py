@@ -24,7 +24,6 @@ from tqdm import tqdm
 import targets
 from chat import CLOSE, OPEN, family_rule, inlined, render
 from corpus import drop_torn_line, write_atomic
-from kvcache import ATTENTION, SlotCache
 from targets import locked
 
 ATTEMPTS, BACK_OFF = 6, 1.0                      # tries of a request, seconds before the second one (then doubled)
@@ -179,6 +178,7 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, temperatures:
     """
     if not prompts:
         return
+    from kvcache import ATTENTION, SlotCache  # not above: transformers takes two seconds to import
     slots = min(slots, len(prompts))
     if model.config._attn_implementation != ATTENTION:           # the model's own masks are for rows of one length
         slots = 1
