@@ -191,6 +191,9 @@ def main() -> None:
             write_json(path, profile(target, draft))
         else:
             found, path = json.loads(args.results.read_text()), args.results.with_name("schedule.png")
+            if cut := found["settings"]["confidence_threshold"]:
+                raise ValueError(f"{args.results} was recorded at --confidence-threshold {cut}: what its cuts lost "
+                                 "is unknown; evaluate again without a threshold")
             heat = json.loads(args.calibration.read_text())["temperatures"] if args.calibration else 1.0
             result = compare([s for part in found["samples"].values() for s in part], heat,
                              json.loads(args.costs.read_text()), path)

@@ -488,3 +488,8 @@ def test_profile_and_simulation_of_a_recorded_evaluation(trained, monkeypatch, c
     result = json.loads(Path("out/load/schedule.json").read_text())
     assert result["requests"] == [1, 4] and Path("out/load/schedule.png").is_file()
     assert all(len(result[p]) == 2 for p in ("plain", "fixed", "threshold", "scheduled"))
+    evaluate("out/cut-load", limit=6, confidence_threshold=0.5)
+    monkeypatch.setattr(sys, "argv", ["schedule.py", "simulate", "out/cut-load/results.json", "--costs", "costs.json"])
+    with pytest.raises(SystemExit) as end:
+        schedule.main()
+    assert end.value.code == 2 and "without a threshold" in capsys.readouterr().err
