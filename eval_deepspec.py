@@ -48,12 +48,14 @@ def acceptance_metrics(traces: list[Trace], block_size: int) -> dict:
 # Task files
 
 
-def summarise(samples: list[dict], block_size: int) -> dict:
-    """Metrics of a task, plus what a person wants to know of its speed."""
+def summarise(samples: list[dict], block_size: int, batch_size: int) -> dict:
+    """Metrics of a task, plus what a person wants to know of its speed: that of the samples which were decoded at this
+    batch size, for the journal may hold others (None: there are only others)."""
     traces = [Trace([], s["acceptance_lengths"], s["proposal_lengths"], s["accepted_draft_lengths"]) for s in samples]
-    seconds, tokens = sum(s["seconds"] for s in samples), sum(len(s["new_ids"]) for s in samples)
+    timed = [(len(s["new_ids"]), s["seconds"]) for s in samples if s.get("batch_size") == batch_size]
+    speed = sum(n for n, _ in timed) / max(sum(seconds for _, seconds in timed), 1e-9) if timed else None
     return acceptance_metrics(traces, block_size) | {
-        "new_tokens": tokens, "tokens_per_s": tokens / max(seconds, 1e-9),
+        "new_tokens": sum(len(s["new_ids"]) for s in samples), "tokens_per_s": speed,
         "near_ties": sum(s["near_ties"] for s in samples)}
 
 
@@ -96,7 +98,8 @@ def decode_task(name: str, target, draft, tokenizer, settings: dict, journal: "J
                 i, trace, now = mine[one[0]], one[1], time.perf_counter()
                 S = prompts[i].shape[1]
                 sample = {"task": name, "file": content, "index": i, "seconds": now - start, "prompt_tokens": S,
-                          "new_ids": trace.output_ids[S:], "near_ties": trace.near_ties, **{
+                          "batch_size": settings["batch_size"], "new_ids": trace.output_ids[S:],
+                          "near_ties": trace.near_ties, **{
                               k: getattr(trace, k) for k in ("acceptance_lengths", "proposal_lengths",
                                                              "accepted_draft_lengths")},
                           "confidence_logits": [[round(x, 4) for x in row] for row in trace.confidence_logits]}
@@ -150,7 +153,7 @@ def evaluate(target, draft, recipe, stop=lambda: False, folder="eval_datasets") 
             break
         samples = decode_task(name, target, draft, tokenizer, settings, stop=stop, folder=folder)
         if samples:
-            results[name] = summarise(samples, draft.config.slots)
+            results[name] = summarise(samples, draft.config.slots, settings["batch_size"])
     return results
 
 
@@ -238,7 +241,8 @@ def newest_checkpoint(folder: Path) -> Path:
 def table(results: dict[str, dict], block_size: int) -> str:
     head = ["task", "samples", "proposals", "accept len", *(f"@{k}" for k in range(block_size)), "verify", "tokens/s"]
     rows = [[n, r["num_samples"], r["num_proposals"], f"{r['accept_len']:.3f}", *(f"{x:.3f}" for x in r["accept_rate"]),
-             f"{r['verify_rate']:.3f}", f"{r['tokens_per_s']:.1f}"] for n, r in results.items()]
+             f"{r['verify_rate']:.3f}", f"{r['tokens_per_s']:.1f}" if r["tokens_per_s"] else "-"]
+            for n, r in results.items()]
     widths = [max(len(str(row[i])) for row in [head, *rows]) for i in range(len(head))]
     lines = ([str(x).rjust(w) if i else str(x).ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
              for row in [head, *rows])
@@ -381,17 +385,18 @@ def run(options) -> dict:
     # A sample depends on its own task, neither on the limit nor on the batch: other runs take over what one decoded.
     key = json.dumps([settings | {"limit": None, "batch_size": None}, identity["draft"], recipe.target])
     key = hashlib.sha256(key.encode()).hexdigest()[:12]
-    results, samples, slots = {}, {}, draft.config.slots
+    results, samples, slots, batch = {}, {}, draft.config.slots, settings["batch_size"]
     with alone_in(out, world):
         journal = Journal(out, key)
         for name in names:
             found = decode_task(name, target, draft, tokenizer, settings, journal, folder=options.datasets)
             samples[name] = [s for s in found if settings["limit"] is None or s["index"] < settings["limit"]]
-            results[name] = summarise(samples[name], slots)
+            results[name] = summarise(samples[name], slots, batch)
             everything = [s for part in samples.values() for s in part]
             value = identity | {"draft_folder": folder.name, "recipe": recipe.name, "target": recipe.target,
                                 "versions": {"torch": torch.__version__, "transformers": version("transformers")},
-                                "metrics": results | {"overall": summarise(everything, slots)}, "samples": samples}
+                                "metrics": results | {"overall": summarise(everything, slots, batch)},
+                                "samples": samples}
             if world.rank == 0:
                 write_json(out / "results.json", value)
         if options.speedup and world.rank == 0:
