@@ -267,6 +267,11 @@ def freeze_tables(actor: HFTarget) -> tuple[nn.Module, nn.Module]:
     return embed, head
 
 
+def ahead(draft, published: dict[str, Tensor]) -> bool:
+    """Whether the drafter was trained since it was published: a run may be killed between the two."""
+    return tensor_hash(serving_names({n: p.detach() for n, p in draft.named_parameters()})) != tensor_hash(published)
+
+
 def publish_drafter(llm, draft, version: int) -> str:
     """The drafter's tensors into the engine, read back and compared. Returns their hash."""
     tensors = serving_names({n: p.detach() for n, p in draft.named_parameters()})
@@ -326,7 +331,8 @@ def cotrain(c: Cotrain, out: Path, replay: Path | None = None) -> Path:
         send(llm, "draft", state["published"], state["draft_version"])
         tqdm.write(f"resumed at step {start}: target version {state['target_version']}, draft version "
                    f"{state['draft_version']}")
-    buffer, unpublished, idle, failed, clock = [[] for _ in range(c.owners)], False, 0, 0, Clock()
+    buffer, idle, failed, clock = [[] for _ in range(c.owners)], 0, 0, Clock()
+    unpublished = ahead(draft, state["published"])
 
     for step in (bar := tqdm(range(start + 1, c.steps + 1), initial=start, total=c.steps, desc=out.name, unit="step")):
         clock.reset()

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import rollout
 from cotrain import (
     advantages,
+    ahead,
     collect,
     decide,
     draw,
@@ -24,7 +25,7 @@ from cotrain import (
     train_drafter,
     update_actor,
 )
-from dflash2 import new_draft
+from dflash2 import new_draft, serving_names
 from dspark import frozen_linear
 from optimizers import make_optimizers
 from recipe import COTRAIN, TOY
@@ -301,6 +302,17 @@ def test_training_learns_and_repeats(kind):
         assert skipped == 0 and len(losses) == 25 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
         hashes.append(tensor_hash(dict(draft.named_parameters())))
     assert hashes[0] == hashes[1]
+
+
+def test_what_a_killed_run_had_trained_and_not_published_is_known_again(tmp_path):
+    draft, optimizers, buffer = ready()
+    published = serving_names({n: p.detach().clone() for n, p in draft.named_parameters()})
+    assert not ahead(draft, published)
+    train_drafter(draft, optimizers, buffer, C, 2)
+    torch.save({"draft": dict(draft.named_parameters()), "published": published}, tmp_path / "state.pt")
+    state, resumed = torch.load(tmp_path / "state.pt", weights_only=True), ready()[0]
+    resumed.load_tensors(state["draft"])
+    assert ahead(resumed, state["published"])
 
 
 def test_a_nan_loss_is_skipped_and_named_and_moves_nothing(capsys):
