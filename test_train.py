@@ -534,6 +534,13 @@ def test_a_collapse_rolls_back_to_the_last_good_checkpoint(recipe, tmp_path, mon
     steps.clear()
     with pytest.raises(SystemExit, match="has collapsed.*no checkpoint is that old"):
         train.train(dataclasses.replace(watched, save_every=6), tmp_path / "hopeless")
+    bare = shutil.copytree(out, tmp_path / "bare", symlinks=True)
+    for step in (8, 12):
+        shutil.rmtree(bare / f"step_{step}")
+    shutil.rmtree(bare / "step_4" / "state")                 # weights alone are nothing to go back to
+    steps.clear()
+    with pytest.raises(SystemExit, match="has collapsed.*state/ included"):
+        train.train(watched, bare)
 
 
 def test_a_recipe_that_names_wandb_needs_it(recipe, tmp_path):
@@ -590,9 +597,11 @@ def test_the_gradient_of_a_step_is_the_same_on_any_number_of_processes(recipe, t
     lengths = {i: int(mask.sum()) for i, (_, mask) in enumerate(train.load_tokens(step))}
     assert all((lengths[i] == 0) == (i in first) for i in lengths) and len(set(lengths.values())) == 8
     engine = dataclasses.replace(step, engine="sglang")      # over tp = 2 ranks, with scatter
+    single = dataclasses.replace(engine, micro_batch=1)      # without: both ranks train on the same samples
     processes = {f"on_{n}": start(each, tmp_path / f"on_{n}", processes=n, script=GRADIENTS)
                  for n, each in ((2, step), (4, step))}
     processes["scattered"] = start(engine, tmp_path / "scattered", processes=2, script=GRADIENTS)
+    whole = start(single, tmp_path / "whole", processes=2, script=GRADIENTS)
     monkeypatch.setattr(train, "clip_grads_with_norm_", train.clip_grads_with_norm_)            # restored afterwards
     keep_gradients(str(tmp_path / "alone.grads"))
     train.train(step, tmp_path / "alone")
@@ -604,6 +613,13 @@ def test_the_gradient_of_a_step_is_the_same_on_any_number_of_processes(recipe, t
         assert ("after scatter" in output) == (name == "scattered") and "NOT scattered" not in output
         for i, grad in load_file(tmp_path / f"{name}.grads").items():
             assert (grad - alone[i]).abs().max() <= 1e-5 * alone[i].abs().max(), (name, i)
+    output = whole.communicate(timeout=300)[0]
+    assert whole.returncode == 0 and "NOT scattered" in output, output
+    [once], [twice] = lines(tmp_path / "alone"), lines(tmp_path / "whole")
+    assert once["blocks"] == twice["blocks"]                 # a sample that two ranks train on is one sample
+    tokens = {name: json.loads((tmp_path / name / "step_1/trainer.json").read_text())["tokens"]
+              for name in ("alone", "on_2", "scattered", "whole")}
+    assert len(set(tokens.values())) == 1, tokens
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from capture import bigram_markov_init, load_target
 from captures import CaptureCache, capture_batch, open_capture_cache
 from checkpoint import (
     choose_checkpoint,
+    damage,
     full_tensors,
     load_counters,
     load_state,
@@ -231,11 +232,13 @@ def collapsed(recent: list, step: int, ce: float, window: int) -> int | None:
 def roll_back(out: Path, low: int, draft: DSparkDraft, optimizers, recipe: Recipe, counters: dict) -> int:
     """Load the newest checkpoint from before step `low`, whose loss still spoke well of it, and halve the learning rate
     from there on (collective). Returns its step. SystemExit where none is left."""
-    everyone = gather([step for step in steps_in(out) if 0 < step < low])
+    everyone = gather([step for step in steps_in(out) if 0 < step < low and (out / f"step_{step}" / "state").exists()
+                       and not damage(out / f"step_{step}", dist.get_rank(), dist.get_world_size())])
     good = max(set.intersection(*map(set, everyone)), default=None)
     if good is None:
         raise SystemExit(f"the draft has collapsed: its cross-entropy doubled after step {low}, and no checkpoint is "
-                         "that old. Lower lr_scale in recipe.py and start anew, or keep_checkpoints longer")
+                         "that old and whole, state/ included. Lower lr_scale in recipe.py and start anew, or "
+                         "keep_checkpoints longer")
     set_aside(out, after=good)
     load_state(out / f"step_{good}", draft, optimizers)
     counters |= load_counters(out / f"step_{good}", recipe, counters) | {"rollbacks": counters["rollbacks"] + 1}
@@ -305,6 +308,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
         evaluate(target, draft, recipe, out, start, dtype, stop)
 
     step, order, order_of = start, [], None
+    copies = 1 if plan.scatter else plan.tp      # ranks that train on the same samples: these are counted once
     clock.reset()
     while step < plan.total_steps:
         epoch, place = divmod(step, plan.steps_per_epoch)
@@ -335,12 +339,12 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
             with clock("backward"):
                 (loss / plan.accumulation).backward()
             loss_sum += loss.detach()
-            own_tokens += int(lengths.sum())
+            own_tokens += int(lengths.sum()) / copies
             own_samples += samples
             complaints += [f"samples {[samples[b] for b in rows]}: {why}" for rows, why in draft.complaints]
             draft.complaints.clear()
             for key, value in measured.items():
-                metrics[key] += value if key in SUMMED_METRICS else value / plan.accumulation
+                metrics[key] += value / (copies if key in SUMMED_METRICS else plan.accumulation)
 
         with clock("optimizer"):
             grads = [p.grad for p in draft.parameters() if p.grad is not None]
@@ -360,7 +364,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
             dist.all_reduce(totals)
             loss, num_tokens, stopping = totals.tolist()
             loss /= world.size * plan.accumulation
-            counters["tokens"] += int(num_tokens)
+            counters["tokens"] += round(num_tokens)
 
         step += 1
         line = {"step": step, "epoch": step / plan.steps_per_epoch, "loss": loss, "lr": rate,
