@@ -106,6 +106,9 @@ def check_contract(c: Cotrain, folder: str | Path | None, has_dflash2: bool | No
     refuse_lossy(c.speculative_args, c.allow_lossy)
     spec = {"method": "dflash", "model": str(folder), "num_speculative_tokens": tokens,
             "draft_sample_method": "greedy"} | c.speculative_args
+    if spec["num_speculative_tokens"] != tokens:
+        raise ValueError(f"{c.name}: speculative_args say num_speculative_tokens={spec['num_speculative_tokens']}, but "
+                         f"block_size={block} needs {tokens}; leave it out")
     refuse_lossy(spec, c.allow_lossy)
     return spec
 

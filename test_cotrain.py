@@ -75,6 +75,7 @@ def test_a_good_drafter_gives_exactly_this_config(tmp_path):
     ({"spec_verify_tokens": 0}, lambda raw: raw, "spec_verify_tokens must be a positive int, got 0"),
     ({"spec_verify_tokens": 2.5}, lambda raw: raw, "spec_verify_tokens must be a positive int"),
     ({"spec_verify_tokens": 16}, lambda raw: raw, "spec_verify_tokens=16 but block_size=4"),
+    ({"speculative_args": {"num_speculative_tokens": 7}}, lambda raw: raw, "=7, but block_size=4 needs 3"),
     ({}, lambda raw: raw | {"block_size": 8, "dflash_config": raw["dflash_config"] | {"block_size": 8}},
      "trained with block_size=8, recipe toy says 4"),
     ({}, lambda raw: raw | {"selector_rank": 7}, "selector_rank conflicts with dflash_config.selector_rank: 7 and 4"),
