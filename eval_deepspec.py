@@ -399,12 +399,13 @@ def run(options) -> dict:
                                 "samples": samples}
             if world.rank == 0:
                 write_json(out / "results.json", value)
-        if options.speedup and world.rank == 0:
+        if options.speedup and world.rank < getattr(target, "tp", 1):       # a target over several ranks needs them all
             for name in names:
                 prompts, _ = encode_task(name, tokenizer, settings, draft, options.datasets)
                 measured = speedup(target, draft, [ids.to(target.device) for ids in prompts.values()], settings)
                 value.setdefault("speedup", {})[name] = measured
-            write_json(out / "results.json", value)
+            if world.rank == 0:
+                write_json(out / "results.json", value)
         if options.calibrate and world.rank == 0:
             fitted = calibrate.calibrate(everything, out)
             write_json(folder / "calibration.json", identity | fitted)

@@ -345,6 +345,32 @@ def test_two_replicas_give_the_table_of_one(trained, monkeypatch):
     assert shares == [3, 3]
 
 
+TOGETHER = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import torch, torch.distributed as dist
+import capture, eval_deepspec
+run = capture.HFTarget._run
+def together(self, *args, **kwargs):             # as an engine's ranks, none of which computes alone
+    dist.all_reduce(torch.zeros(1))
+    return run(self, *args, **kwargs)
+capture.HFTarget._run, capture.HFTarget.tp = together, 2
+eval_deepspec.main()
+"""
+
+
+def test_a_target_over_two_ranks_is_timed_by_both(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    Path("together.py").write_text(TOGETHER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "together.py",
+               str(HERE), "--draft", "out/tiny/latest", "--limit", "3", "--temperature", "1", "--max-new-tokens", "24",
+               "--out", "out/together", "--speedup"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("pays above") == 1
+    assert json.loads(Path("out/together/results.json").read_text())["speedup"]["gsm_symbolic"]["ratio"] > 0
+
+
 def test_what_a_node_has_on_its_own_disk_counts_on_all(trained, monkeypatch):
     """Two nodes without a common disk: a second run finds all samples of the first one, not those of rank 0 alone."""
     monkeypatch.chdir(trained)
