@@ -383,7 +383,8 @@ def run(options) -> dict:
                 "tasks": {n: file_hash(Path(options.datasets) / f"{n}.jsonl") for n in names}}
     out = Path(options.out) if options.out else folder / "eval"
     # A sample depends on its own task, neither on the limit nor on the batch: other runs take over what one decoded.
-    key = json.dumps([settings | {"limit": None, "batch_size": None}, identity["draft"], recipe.target])
+    key = json.dumps([settings | {"limit": None, "batch_size": None}, identity["draft"], repr(draft.config),
+                      recipe.target])
     key = hashlib.sha256(key.encode()).hexdigest()[:12]
     results, samples, slots, batch = {}, {}, draft.config.slots, settings["batch_size"]
     with alone_in(out, world):

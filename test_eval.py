@@ -266,6 +266,20 @@ def test_a_foreign_draft_needs_its_target_named(trained, monkeypatch):
     assert timeless(own["samples"]) == timeless(foreign["samples"])
 
 
+def test_a_config_that_was_edited_is_evaluated_anew(trained, monkeypatch):
+    """Of a draft whose file does not say what it was trained with, as those of others."""
+    from safetensors.torch import load_file, save_file
+    monkeypatch.chdir(trained)
+    shutil.copytree("out/tiny/latest", "edited", ignore=shutil.ignore_patterns("recipe.json", "state"))
+    save_file(load_file("edited/model.safetensors"), "edited/model.safetensors")
+    given = {"draft": "edited", "task": ["gsm_symbolic"], "target": str(target_path(TINY))}
+    before, config = evaluate("out/edited", **given), Path("edited/config.json")
+    assert config.read_text().count('"mask_token_id": 300') == 2
+    config.write_text(config.read_text().replace('"mask_token_id": 300', '"mask_token_id": 65'))
+    after, fresh = evaluate("out/edited", **given), evaluate("out/edited-fresh", **given)
+    assert timeless(after["samples"]) == timeless(fresh["samples"]) != timeless(before["samples"])
+
+
 def test_prompts_that_are_too_long_are_named(trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     Path("long").mkdir()
