@@ -263,6 +263,9 @@ def mask_candidates(target: Target, rows: int):
     yield from ((i, f"{tokens[i]}, which no text yields") for i in sorted(spare))
     never = {chr(b) for b in range(0xF5, 0x100)} | {f"<0x{b:02X}>" for b in range(0xF5, 0x100)}
     yield from ((i, f"{tokens[i]}: a byte that UTF-8 never has") for i in sorted(tokens) if tokens[i] in never)
+    named = [i for i, token in tokens.items() if len(token) > 4 and token[0] == "<" and token[-1] == ">"]
+    yield from ((i, f"unsure: {tokens[i]}, which its own text does not yield") for i in sorted(named)
+                if i not in target.tokenizer(f"a{tokens[i]}b {tokens[i]}", add_special_tokens=False)["input_ids"])
 
 
 def propose(path: Path) -> tuple[Recipe, dict[str, str]]:
@@ -301,7 +304,7 @@ def propose(path: Path) -> tuple[Recipe, dict[str, str]]:
         max_length=min(Recipe.max_length, c.max_position_embeddings), head_scale=head_scale(c),
         output_vocab_size=getattr(c, "unpadded_vocab_size", None) or 0, embed_scale=embedding_scale(target),
         corpus="own:gsm_symbolic", corpus_size=8192, eval_tasks=("gsm_symbolic", "humaneval"))
-    notes |= {"target_layer_ids": f"evenly spread from 1 to {L - 3}",
+    notes |= {"target_layer_ids": f"evenly spread from 1 to {L - 3}" if taps > 1 else "the middle one",
               "corpus": "or a .jsonl file, or the name of a data set",
               "max_position_embeddings": "the longest evaluation; less saves nothing"}
     try:

@@ -26,7 +26,7 @@ import targets
 from capture import TargetEmbeddingsAndHead, applied_head, load_target, table_options
 from dspark import DSparkConfig, DSparkDraft
 from recipe import RECIPES, Recipe, count_parameters, load_recipe, memory_plan
-from recipe_check import as_constants, check_embedding, findings, propose, read_target, require_fit
+from recipe_check import as_constants, check_embedding, findings, mask_candidates, propose, read_target, require_fit
 from targets import byte_tokenizer
 from train import train
 
@@ -249,6 +249,17 @@ def other_target(name: str, folder: Path) -> None:
         used = set(inner["model"]["vocab"].values())
         inner["model"]["vocab"] |= {f"word{i}": i for i in range(128_256) if i not in used}
         (folder / "tokenizer.json").write_text(json.dumps(inner))
+
+
+def test_a_name_that_no_text_yields_is_the_last_mask_proposed():
+    class Tokenizer:
+        def get_vocab(self):
+            return {"<left>": 0, "<kept>": 1, "word": 2, "<0xF5>": 3}
+
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [2, 1] if "<kept>" in text else [2]}
+
+    assert [i for i, _ in mask_candidates(Namespace(tokenizer=Tokenizer()), 4)][:2] == [3, 0]
 
 
 @pytest.mark.parametrize("name", OTHERS)
