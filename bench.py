@@ -150,6 +150,7 @@ def terms_recompute(hidden, latent, w2, head, final, sup, ce_scale, l1_scale) ->
 
 def vocabulary_memory(args, device_type: str) -> dict:
     """Vocabulary-sized memory of the chunked objective in fp32, from the slices that training uses. MB."""
+    torch.manual_seed(0)
     _, _, _, sup = supervised(args, args.blocks)
     valid = sup.valid[0]
     slices = objective.slice_rows(valid.sum(1).tolist(), None, args.vocab, args.block_size, device_type)
@@ -502,6 +503,8 @@ def main() -> None:
     parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--form", help=argparse.SUPPRESS)    # set in the processes that this one starts
     args = parser.parse_args()
+    if args.dry and args.what != "objective":
+        parser.error("--dry is for objective only: the others have no formula")
     args.length = args.length or (1000 if args.what == "attention" else 250)
     if args.threads:
         torch.set_num_threads(args.threads)
