@@ -116,7 +116,7 @@ def zlab_config(raw: dict, target: dict) -> dict:
         raise ValueError(f"config.json is a {type(raw).__name__}, not a JSON object")
     if "dflash2" not in (raw.get("speculators_model_type"), (raw.get("speculators_config") or {}).get("algorithm")):
         raise ValueError("not a speculators DFlash2 config: neither speculators_model_type nor "
-                         "speculators_config.algorithm is dflash2")
+                         "speculators_config.algorithm is dflash2; --to zlab converts such drafts only")
     inner, depth = raw.get(LAYERS), target["num_hidden_layers"]
     if not inner:
         raise ValueError(f"no {LAYERS} in config.json: the draft's geometry is not there")

@@ -218,6 +218,7 @@ evaluate() {
     use_engine "$@"
     name=$(recipe_name "$@")
     out=out/$name
+    [ -e "$out/latest" ] || fail "no checkpoint in $out; train first: bash run.sh train $name"
     say "eval: accept length by propose, verify, accept"
     mapfile -t plan < <("$PYTHON" -c '
 import pathlib, sys

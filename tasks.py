@@ -27,8 +27,9 @@ def load_task(name: str, folder: str | Path = TASKS, limit: int | None = None, s
     it; `limit` then keeps the first ones, so that a small evaluation is a prefix of the full one."""
     path = Path(folder) / f"{name}.jsonl"
     if not path.is_file():
-        make = f"`python data_glm.py tasks {name}` builds it" if name in BUILDERS else "no builder has that name"
-        raise FileNotFoundError(f"no prompts for task {name!r}: {path} is not there; {make}, or put a file there by "
+        make = (f"`python data_glm.py tasks {name}` builds it, or put" if name in BUILDERS else
+                f"the built ones are {', '.join(BUILDERS)}; for another one put")
+        raise FileNotFoundError(f"no prompts for task {name!r}: {path} is not there; {make} a file there by "
                                 "hand with one {\"turns\": [\"first prompt\", ...]} a line")
     prompts = []
     for number, row in enumerate(read_rows(path), 1):

@@ -383,7 +383,7 @@ def test_long_tasks_are_shuffled_and_cut_and_a_limit_is_a_prefix(tmp_path):
 def test_missing_or_broken_task_files_say_what_to_do(tmp_path):
     with pytest.raises(FileNotFoundError, match="is not there; `python data_glm.py tasks humaneval` builds it, or put"):
         load_task("humaneval", tmp_path)
-    with pytest.raises(FileNotFoundError, match="no builder has that name, or put a file there by hand"):
+    with pytest.raises(FileNotFoundError, match="arena-hard-v2; for another one put a file there by hand"):
         load_task("mine", tmp_path)
     (tmp_path / "x.jsonl").write_text('{"turns": ["a"]}\n{"turns": "a"}\n')
     with pytest.raises(ValueError, match="line 2 has no \"turns\""):
