@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from decode import GREEDY_BELOW, choose, sample, to_probabilities
 from dspark import DSparkConfig, DSparkDraft, Layer, Supervision
@@ -234,7 +235,7 @@ class DFlash2Draft(DSparkDraft):
             correct = correct.masked_scatter(v, chosen)
         sums["tau"] = (1 + (correct & v).cumprod(-1).sum(-1))[v[..., 0]].sum()
         if not torch.isfinite(loss):
-            weights = dict(self.named_parameters()) if not dist.is_initialized() else {}
+            weights = {name: p for name, p in self.named_parameters() if not isinstance(p, DTensor)}
             self.complaints.append(explain_nonfinite({"ce": torch.where(v, terms.ce, 0)}, denominator, {
                 "hidden": hidden, "lm_head.weight": self.lm_head.weight, "lm_head.bias": self.lm_head.bias} | weights))
         world = dist.get_world_size() if dist.is_initialized() else 1
