@@ -127,13 +127,18 @@ def draw(data, temperatures: list[float], path: Path) -> None:
     plt.close(figure)
 
 
-def load_temperatures(folder: Path, slots: int) -> list[float]:
-    """What --calibrate stored beside a checkpoint; FileNotFoundError or ValueError with the mend."""
+def load_temperatures(folder: Path, slots: int, draft: list[str], temperature: float) -> list[float]:
+    """What --calibrate stored beside a checkpoint; FileNotFoundError or ValueError with the mend when there is nothing,
+    or when it was fitted on other weights (draft: hashes of the files) or at another decoding temperature."""
     path = folder / "calibration.json"
+    again = f"python eval_deepspec.py --calibrate --draft {folder} --temperature {temperature:g}"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; python eval_deepspec.py --calibrate --draft {folder} writes it")
-    temperatures = json.loads(path.read_text()).get("temperatures", [])
-    if len(temperatures) != slots:
-        raise ValueError(f"{path} has {len(temperatures)} temperatures, the draft proposes {slots} tokens; "
-                         "run --calibrate again")
-    return temperatures
+        raise FileNotFoundError(f"{path} is not there; {again} writes it")
+    stored = json.loads(path.read_text())
+    found = {"slots": len(stored.get("temperatures", [])), "draft": stored.get("draft"),
+             "temperature": stored.get("settings", {}).get("temperature")}
+    for name, value in {"slots": slots, "draft": draft, "temperature": temperature}.items():
+        if found[name] != value:
+            raise ValueError(f"{path} was fitted for {name} {found[name]}, this evaluation has {value}; {again} fits "
+                             "anew")
+    return stored["temperatures"]

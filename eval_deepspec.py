@@ -364,7 +364,11 @@ def run(options) -> dict:
     folder = Path(options.draft) if options.draft else newest_checkpoint(Path("out") / DEFAULT.name)
     refuse_errors(folder, quiet=world.rank > 0)
     draft, recipe = open_draft(folder, options.target, world.device)
-    heat = calibrate.load_temperatures(folder, draft.config.slots) if options.calibrated else None
+    hashes = [file_hash(f) for f in sorted(folder.glob("*.safetensors"))]
+    heat = None
+    if options.calibrated:
+        temperature = recipe.eval_temperature if options.temperature is None else options.temperature
+        heat = calibrate.load_temperatures(folder, draft.config.slots, hashes, temperature)
     names = options.task or recipe.eval_tasks[:1]
     missing = tuple(n for n in names if n in BUILDERS and not (Path(options.datasets) / f"{n}.jsonl").is_file())
     first_here_then_others(world, lambda: build_tasks(missing, Path(options.datasets)) if missing else None)
@@ -378,8 +382,7 @@ def run(options) -> dict:
     settings = make_settings(recipe, target, tokenizer, draft, temperature=options.temperature, limit=options.limit,
                              max_new_tokens=options.max_new_tokens, confidence_threshold=options.confidence_threshold,
                              confidence_temperatures=heat, batch_size=options.batch_size)
-    files = sorted(folder.glob("*.safetensors"))
-    identity = {"settings": settings, "draft": [file_hash(f) for f in files],
+    identity = {"settings": settings, "draft": hashes,
                 "tasks": {n: file_hash(Path(options.datasets) / f"{n}.jsonl") for n in names}}
     out = Path(options.out) if options.out else folder / "eval"
     # A sample depends on its own task, neither on the limit nor on the batch: other runs take over what one decoded.

@@ -455,6 +455,8 @@ def test_calibration_of_the_command_is_stored_and_applied(trained, monkeypatch, 
     claimed = calibrate.survival(half[0], stored["temperatures"])[half[2][:, 1], 1]
     assert stored["after"][1]["ece"] == pytest.approx(calibrate.ece(claimed, half[1][half[2][:, 1], 1]))
     cut = evaluate("out/calibrated", limit=12, confidence_threshold=0.5, calibrated=True)
+    with pytest.raises(ValueError, match="fitted for temperature .* this evaluation has 0.25; .* --temperature 0.25"):
+        evaluate("out/other", limit=12, temperature=0.25, calibrated=True)
     heat = np.array(stored["temperatures"])
     for s in cut["samples"]["gsm_symbolic"]:
         for logits, n, accepted in zip(s["confidence_logits"], s["proposal_lengths"], s["accepted_draft_lengths"],
