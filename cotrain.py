@@ -41,7 +41,7 @@ from layouts import load_draft_tensors
 from optimizers import make_optimizers
 from recipe import COTRAIN, Cotrain, recipe_hash
 from rollout import check_contract, engine_has_dflash2, generate, send, serving_state, start_engine, tensor_hash
-from serve_check import interpret_triton
+from serve_check import interpret_triton, require_vllm
 from targets import download, locked, plain_errors, target_path
 from tasks import REASONING, hub_rows
 
@@ -465,6 +465,8 @@ def main() -> None:
     parser.add_argument("--frozen", action="store_true", help="the baseline of a finished run, and the picture of both")
     options = parser.parse_args()
     c, run = COTRAIN[options.recipe], OUT / options.recipe
+    with plain_errors(ValueError):
+        require_vllm()
     if c.recipe.draft == "dflash2" and not torch.cuda.is_available():    # the engine needs Triton, or its interpreter
         if os.environ.get("TRITON_INTERPRET") != "1":                    # which Triton must find when it is imported
             os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})

@@ -12,6 +12,7 @@ its kernels in its interpreter. That is slow, and greedy only, but it is the eng
 test_vllm.py, export.py (what is exported).
 """
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -61,6 +62,12 @@ def interpret_triton() -> None:
     InterpreterBuilder.create_masked_load = lambda self, ptrs, mask, *args: load(self, ptrs, boolean(mask), *args)
     InterpreterBuilder.create_masked_store = (
         lambda self, ptrs, value, mask, *args: store(self, ptrs, value, boolean(mask), *args))
+
+
+def require_vllm() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError("this needs vLLM, which this environment lacks: bash run.sh setup vllm, then use "
+                         f".venv-vllm/bin/python instead of {sys.executable}")
 
 
 def mend_cpu_operators() -> None:
@@ -413,6 +420,7 @@ def main() -> None:
         texts = load_task(recipe.eval_tasks[0], limit=options.prompts, seed=recipe.eval_seed)
         prompts = [encode_prompt(text, tokenizer, recipe.chat_family)[0].tolist() for text in texts]
         if options.engine == "vllm":
+            require_vllm()
             result = serve_check(options.checkpoint, folder, prompts, options.new)
         else:
             result = {"problems": check_sglang(options.checkpoint, folder, prompts, options.new)}
