@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import rope_tables
-from kvcache import SlotCache, pack_linears
 
 GREEDY_BELOW = 1e-5                              # temperatures below this take the argmax; nothing is drawn then
 NEAR_TIE = 2e-4                                  # logits this close, or scores by this share, may swap by rounding
@@ -176,6 +175,7 @@ class DraftSession:
     their absolute positions. With many slots the session is empty at first: `admit` adds a row, `drop` removes one."""
 
     def __init__(self, draft, slots: int = 1, room: int = 512):
+        from kvcache import SlotCache, pack_linears  # not above: transformers comes after targets.py, for torchvision
         pack_linears(draft)
         pack_linears(draft.lm_head)
         self.draft, self.cache = draft, SlotCache(len(draft.layers), slots, room, draft.fc.weight.device)
