@@ -117,6 +117,27 @@ def test_vllm_drafts_what_our_dflash2_drafts(tmp_path):
 # Co-training end to end
 
 
+@pytest.mark.parametrize("keep_window", [False, True])
+def test_vllm_reads_the_config_of_a_converted_draft(tmp_path, keep_window):
+    """Its own parser finds the architecture, the block, the taps and the windows that the converter wrote."""
+    from vllm.config import ModelConfig
+
+    from export import from_speculators
+    from test_dflash2 import foreign, foreign_folder, make_draft
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({"num_hidden_layers": 5, "hidden_size": 8, "vocab_size": 11}))
+    source = foreign_folder(tmp_path / "source", make_draft(17, torch.float32), foreign())
+    out = from_speculators(source, tmp_path / "out", target, keep_window=keep_window)
+    model = ModelConfig(model=str(out), skip_tokenizer_init=True, dtype="float32", runner="draft")
+    found = model.hf_config
+    assert model.architectures == ["DFlash2DraftModel"] and model.get_vocab_size() == 11
+    assert found.dflash_config["target_layer_ids"] == [0, 2] and found.dflash_config["block_size"] == 4
+    assert (found.sliding_window, found.layer_types[0]) == ((64, "sliding_attention") if keep_window else
+                                                            (None, "full_attention"))
+    assert model.get_hidden_size() == 8 and model.get_head_size() == 4 and model.get_total_num_kv_heads() == 2
+
+
 def test_the_cotrained_drafter_follows_and_the_frozen_one_falls_behind(runs):
     """Same seed, same targets at every step; the margin is larger than any step-to-step change."""
     toy, frozen = runs / "out/cotrain/toy", runs / "out/cotrain/toy-frozen"
