@@ -34,19 +34,12 @@ from dspark import DSparkDraft
 from kvcache import PackedLinear, pack_linears
 from recipe import TINY
 from targets import target_path
+from test_dspark import one_thread  # noqa: F401
 from train import train
 
 HERE = Path(__file__).parent
 SERVE = HERE / "testdata" / "golden" / "serve"
 LISTS = ("acceptance_lengths", "proposal_lengths", "accepted_draft_lengths")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -25,19 +25,12 @@ from chat import family_rule, render
 from data_glm import load_tokens, read_rows
 from recipe import TINY
 from targets import target_path
+from test_data import own_cache  # noqa: F401 - targets of these tests lie apart
 from verify import answer_kind, verify
 
 RECIPE = dataclasses.replace(TINY, corpus="regen:chats.jsonl", corpus_size=0, corpus_max_new_tokens=10, max_length=2048)
 TRAIN = Path("data/tiny-chats/train.jsonl")
 GIVEN = {"temperature": None, "top_p": None, "top_k": None}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    yield
-    patch.undo()
 
 
 def source(folder, conversations=16, turns=2):

@@ -197,14 +197,14 @@ def evaluate(target, draft: DSparkDraft, recipe: Recipe, out: Path, step: int, d
     if (stopping := any(came for came, _ in told)) or not results:
         return stopping
     mean, best = sum(result["accept_len"] for result in results.values()) / len(results), told[0][1]
-    record, mark = json.dumps({"step": step, "accept_len": mean, "tasks": results}) + "\n", out / f"step_{step}"
+    record, mark = {"step": step, "accept_len": mean, "tasks": results}, out / f"step_{step}"
     for turn in (True, False) if mean > best else ():            # rank 0 first; others may have disks of their own
         if (dist.get_rank() == 0) is turn and not (mark / "best.json").exists():
-            (mark / "best.json").write_text(record)
+            eval_deepspec.write_json(mark / "best.json", record)
         dist.barrier()
     if dist.get_rank() == 0:
         with (out / "evals.jsonl").open("a") as file:
-            file.write(record)
+            file.write(json.dumps(record) + "\n")
     say(f"step {step}: accept length {mean:.3f}" + (", the best so far" if mean > best else ""))
     return False
 
