@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from recipe import get_recipe
@@ -458,7 +457,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     from data_glm import encode_prompt
-    from ranks import first_here_then_others, start_world
+    from ranks import end_world, first_here_then_others, start_world
     names = [name for name in sys.argv[2:] if name != "--alone"]
     if sys.argv[1:2] != ["probe"] or len(names) > 1:
         raise SystemExit("usage: python capture.py probe [recipe] [--alone]")
@@ -473,7 +472,7 @@ def main() -> None:
     print(f"{recipe.name} on {recipe.engine}, {str(target.dtype)[6:]}; {len(prompts)} prompts, each followed by "
           f"{PROBE_TOKENS} tokens of the target's own answer")
     failed = probe(target, reference, prompts)
-    dist.destroy_process_group()
+    end_world()
     if failed:
         raise SystemExit(f"probe failed: {', '.join(failed)}")
 

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from layouts import stamp
-from ranks import gather, say, start_world, whole
+from ranks import end_world, gather, say, start_world, whole
 from recipe import Recipe, load_recipe, save_recipe
 from targets import plain_errors
 
@@ -319,4 +319,4 @@ if __name__ == "__main__":
     start_world()
     with plain_errors():
         sync(Path("out") / get_recipe(*sys.argv[2:]).name)
-    dist.destroy_process_group()
+    end_world()

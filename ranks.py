@@ -61,6 +61,17 @@ def start_world() -> World:
     return World(rank, size, local_rank, local_size, device)
 
 
+def end_world() -> None:
+    """Leave the process group, if there is one: the last thing a program does.
+
+    The threads of gloo let go of tensors a moment after a collective has returned; one that does so while the
+    interpreter is shutting down aborts the process (SIGABRT), and the group's destruction is what waits for them.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)                # nothing is left that it could stop
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def say(text: str) -> None:
     """Print once, from rank 0, without tearing the progress bar."""
     if dist.get_rank() == 0:

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
-import os
 import random
 import shutil
 import signal
@@ -322,15 +321,21 @@ def test_ten_kills_change_nothing(trained, monkeypatch):
     whole = sweep("out/whole")
     whole.join()
     rng, kills, grown = random.Random(0), 0, set()
-    while kills < 10:
-        child = sweep("out/killed")
-        time.sleep(rng.uniform(0.1, 0.7))
-        done = sum(len(p.read_bytes().splitlines()) for p in Path("out/killed").glob("samples-*"))
-        assert child.is_alive() or done == 40
-        os.kill(child.pid, signal.SIGKILL)
+
+    def lines():
+        return sum(len(path.read_bytes().splitlines()) for path in Path("out/killed").glob("samples-*"))
+
+    while kills < 10:                            # some samples later, and a moment more: never at a clock's time
+        child, goal = sweep("out/killed"), lines() + rng.randint(0, 6)
+        while child.is_alive() and lines() < goal:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.05))
+        child.kill()
         child.join()
-        kills, _ = kills + 1, grown.add(done)
-        if done > 36:                            # faster than the killing: once more from the start
+        if child.exitcode == -signal.SIGKILL:
+            kills, _ = kills + 1, grown.add(lines())
+        else:                                    # faster than the killing: once more from the start
+            assert child.exitcode == 0 and lines() == 40
             shutil.rmtree("out/killed")
     last = sweep("out/killed")
     last.join()

@@ -238,7 +238,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch, torch.distributed as dist
 from capture import HFTarget
-from ranks import GROUP_TIMEOUT, start_world
+from ranks import GROUP_TIMEOUT, end_world, start_world
 from sglang_target import SGLangTarget
 world = start_world()
 path = sys.argv[1] + "/testdata/golden/target"
@@ -253,7 +253,7 @@ for group in dist.distributed_c10d._world.pg_map:
 everyone = torch.tensor([world.rank + 1])
 dist.all_reduce(everyone)
 print("tp", target.tp, "sum", int(everyone))
-dist.destroy_process_group()
+end_world()
 """
 
 

@@ -36,6 +36,7 @@ import train
 from recipe import Recipe
 values = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(sys.argv[2]).items()}
 train.train(Recipe(**values), out=sys.argv[3])
+train.end_world()
 """
 
 
@@ -107,9 +108,17 @@ def start(recipe, out: Path, processes: int = 0, script: str = RUN, **options) -
     path.write_text(script)
     python = [sys.executable] if not processes else [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     return subprocess.Popen([*python, str(path), str(HERE), json.dumps(dataclasses.asdict(recipe)), str(out)],
-                            env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True, text=True,
+                            env=os.environ | settings, start_new_session=True, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+
+
+def output_of(process: subprocess.Popen) -> str:
+    """What a run printed, once it has ended well; else its last words, without torchrun's own about them."""
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, re.sub(r"(?s)Traceback[^\n]*\n  File \"<frozen runpy>.*", "", output)[-4000:]
+    return output
 
 
 def wait_for_step(process: subprocess.Popen, out: Path, step: int) -> None:
@@ -254,8 +263,7 @@ def test_a_non_finite_step_is_skipped_on_all_ranks_and_named(recipe, tmp_path, p
     short = dataclasses.replace(recipe, max_steps=3, save_every=1, keep_checkpoints=9)
     out = tmp_path / "out"
     process = start(short, out, processes, script=POISONED)
-    message = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, message
+    message = output_of(process)
     assert same(weights(out / "step_1"), weights(out / "step_2"))
     assert not same(weights(out / "step_2"), weights(out / "step_3"))
     assert json.loads((out / "step_3" / "trainer.json").read_text())["skipped_steps"] == 1
@@ -299,8 +307,8 @@ def test_killed_and_stopped_runs_end_as_if_nothing_had_happened(recipe, tmp_path
     process = start(recipe, out)
     wait_for_step(process, out, 9)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == 0 and "stopped by SIGTERM" in output, output
+    output = output_of(process)
+    assert "stopped by SIGTERM" in output, output
     assert checkpoint.steps_in(out)[-1] == lines(out)[-1]["step"] < 12 and not list(out.glob(".step*"))
     train.train(recipe, out)
     assert same(weights(out / "latest"), weights(finished / "latest"))
@@ -316,8 +324,7 @@ def longer(recipe, tmp_path_factory):
     kept = dataclasses.replace(recipe, epochs=6, keep_checkpoints=9)
     process = start(kept, runs / "by_two", processes=2)
     train.train(kept, runs / "by_one")
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, output
+    output_of(process)
     return kept, runs
 
 
@@ -330,8 +337,8 @@ def test_another_number_of_processes_resumes_with_its_moments(longer, tmp_path, 
         train.train(kept, out)
     else:
         process = start(kept, out, processes=after)
-        output = process.communicate(timeout=300)[0]
-        assert process.returncode == 0 and "resumed at step 4" in output and "re-warm" not in output, output
+        output = output_of(process)
+        assert "resumed at step 4" in output and "re-warm" not in output, output
     assert losses(out)[:4] == losses(runs / f"by_{before}")[:4]
     assert losses(out)[4:] == pytest.approx(losses(runs / "by_one")[4:], rel=1e-4)              # 20 steps
 
@@ -441,8 +448,8 @@ def test_sigterm_in_every_phase_ends_with_a_checkpoint_and_nothing_is_lost(recip
     evaluating = dataclasses.replace(recipe, evals_per_epoch=1, eval_tasks=("three",), eval_max_new_tokens=4)
     out = tmp_path / "out"
     process = start(evaluating, out, processes, script=SIGNALS)
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == 0 and output.count("stopped by") == 3, output
+    output = output_of(process)
+    assert output.count("stopped by") == 3, output
     assert re.findall(r"^after (\w+ \d+)$", output, re.M) == ["accumulation 1", "evaluation 4", "saving 8"], output
     assert [json.loads(line)["step"] for line in (out / "evals.jsonl").read_text().splitlines()] == [4, 8, 12]
     assert losses(out) == pytest.approx(losses(finished), rel=1e-5)
@@ -606,13 +613,12 @@ def test_the_gradient_of_a_step_is_the_same_on_any_number_of_processes(recipe, t
     alone = load_file(tmp_path / "alone.grads")
     assert sum(bool(g.abs().max()) for g in alone.values()) > 20
     for name, process in processes.items():
-        output = process.communicate(timeout=300)[0]
-        assert process.returncode == 0, output
+        output = output_of(process)
         assert ("after scatter" in output) == (name == "scattered") and "NOT scattered" not in output
         for i, grad in load_file(tmp_path / f"{name}.grads").items():
             assert (grad - alone[i]).abs().max() <= 1e-5 * alone[i].abs().max(), (name, i)
-    output = whole.communicate(timeout=300)[0]
-    assert whole.returncode == 0 and "NOT scattered" in output, output
+    output = output_of(whole)
+    assert "NOT scattered" in output, output
     [once], [twice] = lines(tmp_path / "alone"), lines(tmp_path / "whole")
     assert once["blocks"] == twice["blocks"]                 # a sample that two ranks train on is one sample
     tokens = {name: json.loads((tmp_path / name / "step_1/trainer.json").read_text())["tokens"]
@@ -686,15 +692,15 @@ for nothing in (False, True):
 for both, alone in zip(*grads):
     assert (both - alone).abs().max() <= 1e-5 * both.abs().max(), (both - alone).abs().max()
 print(f"rank {world.rank} is done", flush=True)
-dist.barrier()
+ranks.end_world()
 """
 
 
 def test_two_ranks_compare_notes(recipe, tmp_path, finished):
     out = shutil.copytree(finished, tmp_path / "out", symlinks=True)
     process = start(recipe, out, processes=2, script=TWO_RANKS)
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == 0 and "rank 0 is done" in output and "rank 1 is done" in output, output
+    output = output_of(process)
+    assert "rank 0 is done" in output and "rank 1 is done" in output, output
 
 
 def test_every_group_gets_45_minutes(finished):

@@ -14,7 +14,6 @@ import importlib.util
 import json
 import math
 import shutil
-import signal
 import time
 import traceback
 from collections import defaultdict
@@ -55,6 +54,7 @@ from ranks import (
     World,
     agree,
     alone_in,
+    end_world,
     first_here_then_others,
     gather,
     say,
@@ -412,8 +412,7 @@ def main() -> None:
             dist.barrier()
     with plain_errors(), alone_in(Path("out") / recipe.name, world):
         train(recipe)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)                # nothing is left that it could stop
-    dist.destroy_process_group()
+    end_world()
 
 
 if __name__ == "__main__":
