@@ -3,28 +3,28 @@
 A source is a file or folder of jsonl, json or parquet, or the name of a Hugging Face dataset; a row is ShareGPT
 (`from`/`value`) or OpenAI (`role`/`content`). What comes out is one jsonl of {"id", "messages", "tools"}: the same rows
 in the same order on every node, whatever the order of the files. Nothing is fatal and nothing is silent: each row that
-is left out is counted under a reason and listed with its place in rejected.jsonl. Rows stream; what stays in memory is
-40 bytes for each. Read next: data_glm.py.
+is left out is counted under a reason and listed with its place in rejected.jsonl. Rows stream; what stays in memory are
+some 400 bytes for each. Read next: data_glm.py.
 """
 import codecs
 import hashlib
 import json
-import struct
+import mmap
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
-from targets import sync
+from targets import download, sync
 
 ROLES = {"user": ("user", "human", "prompter"), "assistant": ("assistant", "gpt", "model", "bot", "chatgpt"),
          "system": ("system", "developer"), "tool": ("tool", "function", "observation", "function_response", "ipython")}
 ROLE = {name: role for role, names in ROLES.items() for name in names}
 FOLLOWS = {"": ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user", "tool"),
            "tool": ("tool", "assistant")}
+KINDS = (".jsonl", ".json", ".parquet")
 MAX_LINE = 64 << 20                              # bytes: a longer line is no conversation
 MAX_TURN = 400_000                               # characters: some 100,000 tokens
 
@@ -49,17 +49,11 @@ def write_atomic(path: Path, lines: Iterable[str]) -> None:
 
 def drop_torn_line(path: Path) -> None:
     """Cut an append-only file back to its last whole line: a killed process may have left half a row."""
-    if path.is_file():
+    if path.is_file() and path.stat().st_size:
         with open(path, "rb+") as file:
-            end = file.seek(0, 2)
-            while end:
-                start = max(0, end - (1 << 16))
-                file.seek(start)
-                if (newline := file.read(end - start).rfind(b"\n")) >= 0:
-                    end = start + newline + 1
-                    break
-                end = start
-            file.truncate(end)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                whole = content.rfind(b"\n") + 1
+            file.truncate(whole)
 
 
 def read_rows(path: Path) -> Iterator[dict]:
@@ -68,33 +62,20 @@ def read_rows(path: Path) -> Iterator[dict]:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line.decode())
+                if not isinstance(row, dict):
+                    raise ValueError("it is no object {...}")
             except ValueError as error:
-                raise ValueError(f"{path}, line {number} is not valid JSON ({error}); remove or mend that line, then "
-                                 "run the same command again") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number} is {line[:40]!r}, expected a JSON object {{...}}; remove or "
-                                 "mend that line, then run the same command again")
+                raise ValueError(f"{path}, line {number} is not the JSON of a row: {error}; remove or mend that line, "
+                                 "then run the same command again") from error
             yield row
-
-
-def fetch_dataset(name: str, patterns: tuple[str, ...]) -> Path:
-    """The folder with the files of a Hugging Face data set that match, through Hugging Face's own cache."""
-    from huggingface_hub import snapshot_download
-    try:
-        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=list(patterns)))
-    except Exception as error:                   # its errors are of many kinds
-        raise OSError(f"the data set {name} is no file or folder here and could not be fetched from Hugging Face "
-                      f"({type(error).__name__}: {str(error).splitlines()[0][:120]}); connect to the network, or name "
-                      "a file") from error
 
 
 def source_files(source: str) -> list[Path]:
     """The files of a source: a path here, or the name of a Hugging Face data set."""
-    kinds = (".jsonl", ".json", ".parquet")
-    path = Path(source) if Path(source).exists() else fetch_dataset(source, tuple(f"*{kind}" for kind in kinds))
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in kinds and p.is_file())
-    if not files or files[0].suffix not in kinds:
-        raise ValueError(f"{path} holds no corpus; expected {', '.join(kinds)}")
+    path = Path(source) if Path(source).exists() else download(source, [f"*{kind}" for kind in KINDS], "dataset")
+    files = [p for p in ([path] if path.is_file() else sorted(path.rglob("*"))) if p.suffix in KINDS and p.is_file()]
+    if not files:
+        raise ValueError(f"{path} holds no corpus; expected {', '.join(KINDS)}")
     return files
 
 
@@ -204,7 +185,7 @@ def normalise(row, counts: Counter) -> dict:
     if not isinstance(row, dict):
         raise Rejected("no object")
     turns = next((row[k] for k in ("messages", "conversations", "conversation") if row.get(k) is not None), None)
-    if not isinstance(turns, list | tuple):
+    if not isinstance(turns, list):
         raise Rejected("no list of messages")
     if not turns:
         raise Rejected("no messages")
@@ -230,8 +211,7 @@ def normalise(row, counts: Counter) -> dict:
                 if isinstance(call, dict) and isinstance(call.get("function"), dict) else call for call in calls]
         if turn.get("finish_reason"):
             message["finish_reason"] = turn["finish_reason"]
-        size = sum(map(len, map(str, message.values())))
-        if size > MAX_TURN:
+        if sum(len(str(value)) for value in message.values()) > MAX_TURN:
             raise Rejected(f"a turn of more than {MAX_TURN} characters")
         if not messages and role == "assistant":
             counts["leading assistant turns dropped"] += 1
@@ -276,9 +256,8 @@ def collect(source: str, path: Path, size: int, seed: int) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     spool, listed = path.with_name("spool.partial"), path.with_name("rejected.jsonl.partial")
-    kinds = np.dtype([("hash", "S16"), ("order", "<u8"), ("text", "<u8"), ("start", "<i8"), ("length", "<i8"),
-                      ("id", "<u8")])
-    counts, reasons, index, place_of, total = Counter(), Counter(), bytearray(), {}, 0
+    counts, reasons, place_of, total = Counter(), Counter(), {}, 0
+    kept = {}                                    # content -> (order, hash of the line, where it is, of the source's id)
 
     def short(*parts: bytes) -> int:
         return int.from_bytes(hashlib.blake2b(b"\0".join(parts), digest_size=8).digest(), "little")
@@ -301,34 +280,28 @@ def collect(source: str, path: Path, size: int, seed: int) -> None:
                 place_of.setdefault(reason, place)
                 bad.write(json.dumps({"place": place, "reason": reason, "row": repr(record)[:200]}) + "\n")
                 continue
-            name = 0 if source_id is None else short(json.dumps(source_id, default=str).encode())
-            index += struct.pack("<16sQQqqQ", content, short(b"%d" % seed, content), short(line), rows.tell(),
-                                 len(line), name)
+            name = None if source_id is None else short(json.dumps(source_id, default=str).encode())
+            found = short(b"%d" % seed, content), short(line), rows.tell(), name
+            reasons["a double of another row"] += content in kept
+            kept[content] = min(found, kept.get(content, found))
             rows.write(line)
-    index = np.frombuffer(index, kinds)
-    index = index[np.lexsort((index["text"], index["hash"]))]
-    first = np.r_[True, index["hash"][1:] != index["hash"][:-1]] if len(index) else np.zeros(0, bool)
-    reasons["a double of another row"] += int((~first).sum())
-    index = index[first]
-    named = index["id"][index["id"] != 0]
-    counts["ids that name several contents"] += len(named) - len(np.unique(named))
-    unique, index = len(index), index[np.argsort(index["order"], kind="stable")]
-    if 0 < size < unique:
-        reasons[f"not in the sample of {size}"] += unique - size
-        index = index[:size]
+    names = [name for *_, name in kept.values() if name is not None]
+    counts["ids that name several contents"] = len(names) - len(set(names))
+    sample = sorted(kept.values())[:size or None]
+    reasons[f"not in the sample of {size}"] = len(kept) - len(sample)
     with open(spool, "rb") as rows:
         def lines():
-            for start, length in zip(index["start"].tolist(), index["length"].tolist(), strict=True):
+            for _, _, start, _ in sample:
                 rows.seek(start)
-                yield rows.read(length).decode()
+                yield rows.readline().decode()
         write_atomic(path, lines())
     spool.unlink()
     listed.rename(path.with_name("rejected.jsonl"))
     print_table([("rows read", total, ""),
                  *((f"left out: {r}", n, place_of.get(r, "")) for r, n in reasons.most_common() if n),
                  *((f"kept, {r}", n, "") for r, n in counts.most_common() if n),
-                 (f"conversations in {path}", len(index), "")])
-    if not len(index):
+                 (f"conversations in {path}", len(sample), "")])
+    if not sample:
         raise ValueError(f"no row of {source} can be used; {path.with_name('rejected.jsonl')} says why for each")
 
 

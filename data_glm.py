@@ -29,13 +29,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from capture import applied_head
 from chat import FAMILIES, MASK_VERSION, encode, encode_prompt, stop_token_ids  # noqa: F401
-from corpus import collect, drop_torn_line, print_table, read_rows, write_atomic  # noqa: F401
+from corpus import KINDS, collect, drop_torn_line, read_rows, write_atomic  # noqa: F401
 from recipe import Recipe, get_recipe
-from recipe_check import require_fit
+from recipe_check import config_folder, require_fit
 from regen import answer_corpus, answer_locally, ask_servers, generate, load_model  # noqa: F401
-from targets import SMOLLM2, is_complete, locked, plain_errors, publish, target_path
+from targets import is_complete, locked, plain_errors, publish, target_path
 from tasks import BUILDERS, CAPS, OFFLINE, TASKS, TEST_SEED, TRAIN_SEED, build_tasks, gsm_symbolic, load_task  # noqa: F401
 
 DATA = Path("data")
@@ -46,7 +45,7 @@ DATA = Path("data")
 def source_path(recipe: Recipe) -> Path:
     """Where `prepare` puts the conversations of a source: data/<source>/train.jsonl."""
     source = Path(recipe.corpus.rpartition(":")[2])
-    return DATA / (source.stem if source.suffix in (".json", ".jsonl", ".parquet") else source.name) / "train.jsonl"
+    return DATA / (source.stem if source.suffix in KINDS else source.name) / "train.jsonl"
 
 
 def corpus_path(recipe: Recipe) -> Path:
@@ -63,16 +62,12 @@ def corpus_path(recipe: Recipe) -> Path:
     return Path(source) if source.endswith(".jsonl") and not path.is_file() else path
 
 
-def row_settings(recipe: Recipe, row: int) -> tuple[float, int]:
-    """(temperature, seed) of a row of an own corpus. Even rows are greedy, odd ones sampled: the draft is used, and
-    measured, both ways, and for each it sees the texts that the target writes that way."""
-    return (recipe.corpus_temperature if row % 2 else 0.0), recipe.seed * 1_000_003 + row
-
-
-def prepare(recipe: Recipe, slots: int = 64) -> Path:
+def prepare(recipe: Recipe) -> Path:
     """Make the recipe's corpus, or the source that `regen` starts from. Returns the path of its jsonl.
 
-    "own:gsm_symbolic": the target answers prompts; every row is a function of (target, id). Anything else: `collect`.
+    "own:gsm_symbolic": the target answers prompts; every row is a function of (target, id). Even rows are greedy, odd
+    ones sampled: the draft is used, and measured, both ways, and for each it sees the texts that the target writes that
+    way. Anything else: `collect`.
     """
     if recipe.corpus != "own:gsm_symbolic":
         corpus_path(recipe)                      # refuses names of no kind
@@ -87,57 +82,44 @@ def prepare(recipe: Recipe, slots: int = 64) -> Path:
             write_atomic(noted, json.dumps(settings, indent=2) + "\n")
         return path
     path = corpus_path(recipe)
-    folder, tokenizer, settings = target_settings(recipe)
-    settings |= {"seed": recipe.seed, "temperature": recipe.corpus_temperature}
+    folder, tokenizer = checked_target(recipe)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("transformers_version", None)
+    settings = {"target": recipe.target, "max_new_tokens": recipe.corpus_max_new_tokens,
+                "chat_template": tokenizer.chat_template, "config": config, "seed": recipe.seed,
+                "temperature": recipe.corpus_temperature}
 
     def answers(missing: list[int]) -> Iterator[dict]:
         held_out = frozenset(gsm_symbolic(TEST_SEED, CAPS["gsm_symbolic"]))
         questions = gsm_symbolic(TRAIN_SEED, recipe.corpus_size, held_out)
-        rows = ({"id": i, **dict(zip(("temperature", "seed"), row_settings(recipe, i), strict=True)),
+        rows = ({"id": i, "temperature": recipe.corpus_temperature if i % 2 else 0.0,
+                 "seed": recipe.seed * 1_000_003 + i,
                  "messages": [{"role": "user", "content": questions[i]}, {"role": "assistant", "content": ""}]}
                 for i in missing)
-        return answer_here(recipe, folder, tokenizer, rows, lambda row, turn: row, len(missing), slots)
+        return answer_locally(recipe, folder, tokenizer, rows, lambda row, turn: row, len(missing))
 
     there = answer_corpus(path, settings, list(range(recipe.corpus_size)), answers)
     print(f"corpus of {recipe.name}: {path}, {there} rows", flush=True)
     return path
 
 
-def target_settings(recipe: Recipe):
-    """(folder, tokenizer, settings of answers) of the recipe's target: what makes two corpora of it differ."""
-    from transformers import AutoTokenizer
+def checked_target(recipe: Recipe):
+    """(folder, tokenizer) of the recipe's target; ValueError when the recipe does not fit it."""
     folder = target_path(recipe)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     require_fit(recipe, folder, tokenizer)
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("transformers_version", None)
-    return folder, tokenizer, {"target": recipe.target, "max_new_tokens": recipe.corpus_max_new_tokens,
-                               "chat_template": tokenizer.chat_template, "config": config}
-
-
-def answer_here(recipe: Recipe, folder: Path, tokenizer, rows, sampling, total: int, slots: int = 64) -> Iterator[dict]:
-    """`answer_locally` with the recipe's target."""
-    model = load_model(folder, recipe.dtype)
-    model.set_output_embeddings(applied_head(model.get_output_embeddings(), recipe))
-    stops = list(recipe.stop_token_ids) or stop_token_ids(model, tokenizer, None)
-    return answer_locally(model, tokenizer, recipe.chat_family, rows, sampling, recipe.corpus_max_new_tokens, stops,
-                          total, slots)
+    return folder, tokenizer
 
 
 def generation_config(recipe: Recipe) -> dict:
-    """The target's generation_config.json, fetched alone when the target is not on this machine."""
-    folder = Path(recipe.target)
-    if not folder.is_dir() and recipe.target.count("/") == 1 and recipe.target != SMOLLM2:
-        from huggingface_hub import hf_hub_download
-        try:
-            folder = Path(hf_hub_download(recipe.target, "generation_config.json")).parent
-        except Exception as error:
-            raise OSError(f"the generation config of {recipe.target} could not be fetched ({type(error).__name__}); "
-                          "give --temperature, --top-p and --top-k, or connect to the network") from error
-    elif not folder.is_dir():
-        folder = target_path(recipe)
-    path = folder / "generation_config.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    """The target's generation_config.json; {} where there is none, or one for greedy decoding: it does not say how to
+    sample."""
+    try:
+        path = config_folder(recipe) / "generation_config.json"
+    except OSError as error:
+        raise OSError(f"{error}; or give --temperature, --top-p and --top-k") from error
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    return config if config.get("do_sample") else {}
 
 
 def regen(recipe: Recipe, servers: list[str], limit: int = 0, concurrency: int = 64, **given) -> Path:
@@ -150,10 +132,10 @@ def regen(recipe: Recipe, servers: list[str], limit: int = 0, concurrency: int =
         raise ValueError(f"recipe {recipe.name!r} has the corpus {recipe.corpus!r}; regen writes corpora named "
                          "\"regen:SOURCE\", where SOURCE is a file or a Hugging Face data set: set that in the recipe")
     path, source = corpus_path(recipe), source_path(recipe)
+    failures = path.with_name("failures.jsonl")
     if not source.is_file():
         raise FileNotFoundError(f"{source} is not there; `python data_glm.py prepare {recipe.name}` makes it")
     config = generation_config(recipe) if None in given.values() else {}
-    config = config if config.get("do_sample") else {}                             # greedy configs say nothing of us
     how = {k: config.get(k) if v is None else v for k, v in given.items()}
     if how["temperature"] is None:
         how["temperature"] = recipe.corpus_temperature
@@ -170,14 +152,12 @@ def regen(recipe: Recipe, servers: list[str], limit: int = 0, concurrency: int =
         wanted = set(missing)
         rows = (row for row in read_rows(source) if row["id"] in wanted)
         if servers:
-            return ask_servers(servers, recipe.chat_family, rows, sampling, recipe.corpus_max_new_tokens, len(missing),
-                               concurrency, path.with_name("failures.jsonl"))
-        folder, tokenizer, _ = target_settings(recipe)
-        return answer_here(recipe, folder, tokenizer, rows, sampling, len(missing))
+            return ask_servers(recipe, servers, rows, sampling, len(missing), concurrency, failures)
+        return answer_locally(recipe, *checked_target(recipe), rows, sampling, len(missing))
 
     there = answer_corpus(path, settings, ids, answers)
     print(f"corpus of {recipe.name}: {path}, {there} of {len(ids)} conversations"
-          + f"; {path.with_name('failures.jsonl')} says what failed, the same command asks again" * (there < len(ids)))
+          + f"; {failures} says what failed, the same command asks again" * (there < len(ids)))
     return path
 
 
@@ -196,10 +176,10 @@ class Tokens:
         self.mask = np.memmap(folder / "mask.bin", np.uint8, "r")
         supervised = np.fromfile(folder / "supervised.bin", np.int32)              # [rows]
         self.rows = np.flatnonzero(supervised >= min_supervised)
-        self.notes = json.loads((folder / "notes.json").read_text())               # cut at max_length; broken and why
-        self.cut = self.notes["cut"]
-        self.total = len(supervised) + sum(self.notes["broken"].values())
-        self.dropped = self.notes["broken"] | {
+        notes = json.loads((folder / "notes.json").read_text())
+        self.cut = notes["cut"]                                                    # rows that max_length cut
+        self.total = len(supervised) + sum(notes["broken"].values())
+        self.dropped = notes["broken"] | {
             f"fewer than {min_supervised} supervised tokens": len(supervised) - len(self.rows)}
 
     def __len__(self) -> int:
@@ -312,7 +292,7 @@ def build_cache(recipe: Recipe, folder: Path, cache: Path) -> None:
     partial = cache.with_name(cache.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    starts, supervised, notes, broken = [np.zeros(1, np.int64)], [], Counter(), Counter()
+    starts, supervised, cut, broken = [np.zeros(1, np.int64)], [], 0, Counter()
     with (open(partial / "ids.bin", "wb") as ids_file, open(partial / "mask.bin", "wb") as mask_file,
           tqdm(desc="tokenize", unit="row") as bar):
         for ids, mask, lengths, counts, cuts, errors in in_processes(encode_lines, corpus_lines(recipe), folder, recipe,
@@ -321,7 +301,7 @@ def build_cache(recipe: Recipe, folder: Path, cache: Path) -> None:
             mask_file.write(mask)
             starts.append(starts[-1][-1] + np.cumsum(lengths, dtype=np.int64))
             supervised += counts
-            notes["cut"] += cuts
+            cut += cuts
             broken += errors
             bar.update(len(lengths) + errors.total())
     if not supervised:
@@ -329,7 +309,7 @@ def build_cache(recipe: Recipe, folder: Path, cache: Path) -> None:
                          "it, then remove it and make it again")
     (partial / "starts.bin").write_bytes(np.concatenate(starts).tobytes())
     (partial / "supervised.bin").write_bytes(np.array(supervised, np.int32).tobytes())
-    (partial / "notes.json").write_text(json.dumps({"cut": notes["cut"], "broken": broken}, indent=2) + "\n")
+    (partial / "notes.json").write_text(json.dumps({"cut": cut, "broken": broken}, indent=2) + "\n")
     publish(partial, cache)
 
 
@@ -344,17 +324,16 @@ def in_processes(work, lines: Iterator[bytes], *args) -> Iterator:
     The workers come from a clean server process: forks of this one could inherit a lock that nobody releases.
     """
     chunks = iter(lambda: list(itertools.islice(lines, CHUNK)), [])
-    first = next(chunks, [])
-    second = next(chunks, None)
-    if second is None:
-        yield work(first, *args)
+    head = list(itertools.islice(chunks, 2))
+    if len(head) < 2:
+        yield from (work(chunk, *args) for chunk in head)
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     server = get_context("forkserver")
     server.set_forkserver_preload(["data_glm"])
     with ProcessPoolExecutor(cores, server, initializer=follow_parent) as pool:
         waiting = deque()
-        for chunk in itertools.chain((first, second), chunks):
+        for chunk in itertools.chain(head, chunks):
             waiting.append(pool.submit(work, chunk, *args))
             if len(waiting) > cores + 2:
                 yield waiting.popleft().result()
@@ -364,12 +343,10 @@ def in_processes(work, lines: Iterator[bytes], *args) -> Iterator:
 
 def paint(ids, mask, tokenizer, on: str = "\033[32m", off: str = "\033[0m") -> str:
     """The text of a sample with its supervised runs between `on` and `off`."""
-    parts, start = [], 0
-    for i in range(1, len(ids) + 1):
-        if i == len(ids) or mask[i] != mask[start]:
-            text = tokenizer.decode(list(map(int, ids[start:i])), clean_up_tokenization_spaces=False)
-            parts.append(on + text + off if mask[start] else text)
-            start = i
+    parts = []
+    for generated, run in itertools.groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1]):
+        text = tokenizer.decode([int(i) for i, _ in run], clean_up_tokenization_spaces=False)
+        parts.append(on + text + off if generated else text)
     return "".join(parts)
 
 

@@ -408,7 +408,7 @@ def plan_lines(recipe: Recipe, gpus: int, tp: int) -> list[str]:
 
 def config_folder(recipe: Recipe) -> Path:
     """A folder with the target's config and tokenizer; of a Hugging Face name no weights are fetched."""
-    if Path(recipe.target).is_dir() or recipe.target in ("tiny", SMOLLM2):
+    if Path(recipe.target).is_dir() or recipe.target in ("tiny", "toy", SMOLLM2):
         return target_path(recipe)
     return download(recipe.target, only=["*.json", "*.jinja", "*.model"])
 

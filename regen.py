@@ -6,6 +6,7 @@ on disk at once, a run that is killed goes on with the ids that are missing, whi
 memory behind `generate` is in kvcache.py. Read next: data_glm.py.
 """
 import http.client
+import itertools
 import json
 import os
 import queue
@@ -22,10 +23,13 @@ import torch
 from tqdm import tqdm
 
 import targets
-from chat import CLOSE, OPEN, family_rule, inlined, render
+from capture import applied_head
+from chat import CLOSE, OPEN, family_rule, inlined, render, stop_token_ids
 from corpus import drop_torn_line, write_atomic
+from recipe import Recipe
 from targets import locked
 
+WAVE = 1024                                      # conversations that the local back end takes at a time
 ATTEMPTS, BACK_OFF = 6, 1.0                      # tries of a request, seconds before the second one (then doubled)
 TIMEOUT = 3600                                   # seconds for one answer: 8k tokens of a busy server take minutes
 
@@ -41,25 +45,20 @@ def answer_corpus(path: Path, settings: dict, ids: list, answer: Callable[[list]
     """
     noted, answers = path.parent / "settings.json", path.parent / "answers.jsonl"
     with locked(path.parent / "lock"):
-        try:
-            old = json.loads(noted.read_text()) if noted.is_file() else settings
-        except ValueError as error:
-            raise ValueError(f"{noted} is damaged ({error}); delete it if that folder's answers are of this recipe, "
-                             "else move the folder away; then run the same command again") from error
-        if old != settings:
+        if noted.is_file() and (old := json.loads(noted.read_text())) != settings:
             changed = ", ".join(k for k in {**old, **settings} if old.get(k) != settings.get(k))
             raise ValueError(f"{path.parent} was made with other settings ({changed}); move that folder away or set "
                              "the recipe back: one corpus must not mix the two")
         if not noted.is_file():
             write_atomic(noted, json.dumps(settings, indent=2) + "\n")
         drop_torn_line(answers)
-        done = {}                                # id -> (file, offset, length) of its row
+        done = {}                                # id -> (file, offset) of its row
         for file in filter(Path.is_file, (path, answers)):
             with open(file, "rb") as lines:
                 offset = 0
                 for number, line in enumerate(lines, 1):
                     try:
-                        done[json.loads(line)["id"]] = file, offset, len(line)
+                        done[json.loads(line)["id"]] = file, offset
                     except (ValueError, KeyError, TypeError) as error:
                         raise ValueError(f"{file}, line {number} is no row with an id ({error}); remove that line, "
                                          "then run the same command again") from error
@@ -68,9 +67,8 @@ def answer_corpus(path: Path, settings: dict, ids: list, answer: Callable[[list]
             print(f"corpus {path.parent}: {len(done)} rows there, the target answers {len(missing)} more", flush=True)
             with open(answers, "ab") as file:
                 for row in answer(missing):
-                    line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
-                    done[row["id"]] = answers, file.tell(), len(line)
-                    file.write(line)
+                    done[row["id"]] = answers, file.tell()
+                    file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
                     file.flush()
         if missing or answers.is_file():
             wanted = set(ids)
@@ -78,9 +76,9 @@ def answer_corpus(path: Path, settings: dict, ids: list, answer: Callable[[list]
 
             def rows() -> Iterator[str]:
                 files = {file: open(file, "rb") for file in (path, answers) if file.is_file()}
-                for file, offset, length in map(done.__getitem__, order):
+                for file, offset in map(done.__getitem__, order):
                     files[file].seek(offset)
-                    yield files[file].read(length).decode()
+                    yield files[file].readline().decode()
             write_atomic(path, rows())
             answers.unlink(missing_ok=True)
         return sum(i in done for i in ids)
@@ -110,28 +108,28 @@ def turns_before(row: dict, so_far: list[dict]) -> list[dict] | None:
 # ---- the local back end --------------------------------------------------------------------------------------------
 
 
-def answer_locally(model, tokenizer, family: str, rows: Iterable[dict], sampling: Callable[[dict, int], dict],
-                   max_new_tokens: int, stop_ids: list[int], total: int, slots: int = 64,
-                   wave: int = 1024) -> Iterator[dict]:
-    """Rows with the target's answers, as they finish. `sampling(row, turn)`: temperature, seed, maybe top_k, top_p.
-
-    `wave` conversations are under way at once: first all their first turns, then all their second ones, ...
+def answer_locally(recipe: Recipe, folder: Path, tokenizer, rows: Iterable[dict],
+                   sampling: Callable[[dict, int], dict], total: int) -> Iterator[dict]:
+    """Rows with the answers of the target in `folder`, as they finish. `sampling(row, turn)`: temperature, seed, maybe
+    top_k, top_p. Of WAVE conversations at once all first turns are answered, then all second ones, ...
     """
-    rule, rows, tokens, start = family_rule(family), iter(rows), 0, time.perf_counter()
+    model, family, rule = load_model(folder, recipe.dtype), recipe.chat_family, family_rule(recipe.chat_family)
+    model.set_output_embeddings(applied_head(model.get_output_embeddings(), recipe))
+    stops = list(recipe.stop_token_ids) or stop_token_ids(model, tokenizer, None)
+    rows, tokens, start = iter(rows), 0, time.perf_counter()
     with tqdm(total=total, unit="row", desc="answers") as bar:
-        while batch := [row for row, _ in zip(rows, range(wave), strict=False)]:
-            open_rows = [(row, []) for row in batch]
+        while under_way := [(row, []) for row in itertools.islice(rows, WAVE)]:
             turn = 0
-            while open_rows:
-                asked = [(row, turns_before(row, so_far)) for row, so_far in open_rows]
+            while under_way:
+                asked = [(row, turns_before(row, so_far)) for row, so_far in under_way]
                 prompts = [tokenizer(render([inlined(m, rule) for m in so_far], tokenizer, family, True,
                                             row.get("tools")), add_special_tokens=False)["input_ids"]
                            for row, so_far in asked]
-                how = [sampling(row, turn) for row, _ in asked]
-                open_rows = []
+                how, under_way = [sampling(row, turn) for row, _ in asked], []
                 heat, seeds = [h["temperature"] for h in how], [h["seed"] for h in how]
                 filters = [(h.get("top_k") or 0, h.get("top_p") or 1.0) for h in how]
-                for i, new, reason in generate(model, prompts, max_new_tokens, heat, seeds, stop_ids, slots, filters):
+                for i, new, reason in generate(model, prompts, recipe.corpus_max_new_tokens, heat, seeds, stops,
+                                               filters=filters):
                     text = tokenizer.decode(new[:-1] if reason == "stop" else new, clean_up_tokenization_spaces=False)
                     row, so_far = asked[i]
                     so_far = [*so_far, as_written(text, reason, rule)]
@@ -139,9 +137,9 @@ def answer_locally(model, tokenizer, family: str, rows: Iterable[dict], sampling
                     bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
                     if turns_before(row, so_far) is None:
                         bar.update()
-                        yield {k: v for k, v in row.items() if k != "messages"} | {"messages": so_far}
+                        yield row | {"messages": so_far}
                     else:
-                        open_rows.append((row, so_far))
+                        under_way.append((row, so_far))
                 turn += 1
 
 
@@ -179,9 +177,8 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, temperatures:
     if not prompts:
         return
     from kvcache import ATTENTION, SlotCache  # not above: transformers takes two seconds to import
-    slots = min(slots, len(prompts))
-    if model.config._attn_implementation != ATTENTION:           # the model's own masks are for rows of one length
-        slots = 1
+    grouped = model.config._attn_implementation == ATTENTION     # a model's own masks are for rows of one length
+    slots = min(slots, len(prompts)) if grouped else 1
     device, decoder, head, stop_ids = model.device, model.get_decoder(), model.get_output_embeddings(), set(stop_ids)
     shared = len(os.path.commonprefix([*prompts, min(prompts, key=len)[:-1]]))     # leaves a token of every prompt
     room = max(map(len, prompts)) + max_new_tokens
@@ -208,8 +205,7 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, temperatures:
             if filters:
                 cut_tail(warm, [filters[batch[i]] for i in sampled])
             cdf = torch.softmax(warm, -1).cumsum(-1, dtype=torch.float64)
-            draws = [torch.rand(1, generator=generators[batch[i]], dtype=torch.float64) for i in sampled]
-            uniform = torch.stack(draws)
+            uniform = torch.stack([torch.rand(1, generator=generators[batch[i]], dtype=torch.float64) for i in sampled])
             picked = torch.searchsorted(cdf, uniform.to(device) * cdf[:, -1:], right=True)[:, 0]
             chosen[sampled] = picked.clamp(max=logits.shape[1] - 1)
         for row, token in zip(batch, chosen.tolist(), strict=True):
@@ -311,36 +307,36 @@ def ask(servers: Servers, body: dict) -> dict:
     raise OSError(f"no answer after {ATTEMPTS} tries; the last one: {said}")
 
 
-def ask_servers(urls: list[str], family: str, rows: Iterable[dict], sampling: Callable[[dict, int], dict],
-                max_new_tokens: int, total: int, concurrency: int, failures: Path) -> Iterator[dict]:
+def ask_servers(recipe: Recipe, urls: list[str], rows: Iterable[dict], sampling: Callable[[dict, int], dict],
+                total: int, concurrency: int, failures: Path) -> Iterator[dict]:
     """Rows with the servers' answers, as they finish; `concurrency` conversations are under way at once.
 
     A conversation that fails goes to the file `failures` with the error and stays missing: the next run asks again.
     OSError when a server is not there at the start, or when conversations fail one after the other.
     """
-    rule, servers = family_rule(family), Servers(urls)
+    rule, servers = family_rule(recipe.chat_family), Servers(urls)
     try:
         model = [request(f"{url}/models", timeout=60)["data"][0]["id"] for url in servers.state][0]
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise OSError(f"a server of {', '.join(urls)} does not list its model ({type(error).__name__}: {error}); "
                       "start it and give its address up to /v1, as http://127.0.0.1:8000/v1") from error
     waiting, finished = queue.Queue(), queue.Queue()
-    thinking = {"chat_template_kwargs": {"enable_thinking": rule["thinking"] == "on"}}
-    fixed = {"model": model, "max_tokens": max_new_tokens} | (thinking if rule["thinking"] != "none" else {})
+    fixed = {"model": model, "max_tokens": recipe.corpus_max_new_tokens}
+    if rule["thinking"] != "none":
+        fixed["chat_template_kwargs"] = {"enable_thinking": rule["thinking"] == "on"}
 
     def converse(row: dict) -> tuple[dict, int]:
-        messages, tokens, turn = turns_before(row, []), 0, 0
-        while messages is not None:
+        so_far, tokens, turn = [], 0, 0
+        tools = {"tools": row["tools"]} if row.get("tools") else {}
+        while (messages := turns_before(row, so_far)) is not None:
             sent = [{k: v for k, v in inlined(m, rule).items() if k != "finish_reason"} for m in messages]
             how = {k: v for k, v in sampling(row, turn).items() if v is not None}
-            tools = {"tools": row["tools"]} if row.get("tools") else {}
             choice = ask(servers, fixed | {"messages": sent} | how | tools)
             said = choice["message"]
             reasoning = said.get("reasoning_content") or said.get("reasoning")
-            messages = [*messages, as_written(said.get("content") or "", choice.get("finish_reason"), rule, reasoning)]
+            so_far = [*messages, as_written(said.get("content") or "", choice.get("finish_reason"), rule, reasoning)]
             tokens, turn = tokens + choice["tokens"], turn + 1
-            answered, messages = messages, turns_before(row, messages)
-        return {k: v for k, v in row.items() if k != "messages"} | {"messages": answered}, tokens
+        return row | {"messages": so_far}, tokens
 
     def work() -> None:
         while True:

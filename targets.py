@@ -327,16 +327,17 @@ def make_smollm2(folder: Path) -> None:
     shutil.rmtree(gguf.parent)
 
 
-def download(name: str, only: list[str] | None = None) -> Path:
-    """A Hugging Face repository, or those of its files that match `only`, through its own cache."""
+def download(name: str, only: list[str] | None = None, kind: str = "model") -> Path:
+    """A Hugging Face repository (kind "model" or "dataset"), or its files that match `only`, in the hub's own cache."""
     from huggingface_hub import snapshot_download
     unwanted = ["*.bin", "*.pth", "*.gguf", "original/*", "*.msgpack", "*.h5"]
     try:
-        return Path(snapshot_download(name, allow_patterns=only, ignore_patterns=unwanted))
-    except Exception as error:
-        raise OSError(f"{name} is no folder here and could not be downloaded from Hugging Face "
-                      f"({type(error).__name__}); connect to the network, check the name (and HF_TOKEN for a gated "
-                      "model), or set the recipe's target to a folder that holds it") from error
+        return Path(snapshot_download(name, repo_type=kind, allow_patterns=only, ignore_patterns=unwanted))
+    except Exception as error:                   # its errors are of many kinds
+        said = f"{type(error).__name__}: {error}".splitlines()[0][:150]
+        raise OSError(f"the {kind} {name} is not here and could not be downloaded from Hugging Face ({said}); connect "
+                      "to the network, check the name (and HF_TOKEN where access is restricted), or name a file or "
+                      "folder that holds it") from error
 
 
 mend_torchvision()                               # before anything imports transformers

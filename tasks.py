@@ -9,8 +9,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from corpus import Rejected, fetch_dataset, read_rows, records, write_atomic
-from targets import locked
+from corpus import Rejected, read_rows, records, write_atomic
+from targets import download, locked
 
 TASKS = Path("eval_datasets")
 
@@ -106,7 +106,7 @@ def human_eval_rows() -> Iterator[dict]:
 
 def hub_rows(repo: str, *patterns: str) -> Iterator[dict]:
     """Rows of the files of a Hugging Face data set that match, in the order of their names."""
-    folder = fetch_dataset(repo, patterns)
+    folder = download(repo, list(patterns), "dataset")
     files = sorted({file for pattern in patterns for file in folder.glob(pattern)})
     if not files:
         raise OSError(f"the data set {repo} has no file {' or '.join(patterns)}")

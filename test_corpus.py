@@ -247,7 +247,7 @@ def test_a_task_that_cannot_be_fetched_names_the_command_and_costs_nothing_else(
     monkeypatch.setitem(tasks.BUILDERS, "mbpp", (tasks.prompt, lambda: iter([{"text": "another column"}])))
     assert tasks.build_tasks(("math500", "mbpp", "humaneval"), tmp_path) == ["math500", "mbpp"]
     said = capsys.readouterr().out
-    assert "task math500: could not be fetched (the data set HuggingFaceH4/MATH-500" in said
+    assert "task math500: could not be fetched (the dataset HuggingFaceH4/MATH-500" in said
     assert "`python data_glm.py tasks math500` tries again, or put" in said and "no column 'prompt'" in said
     assert [p.name for p in sorted(tmp_path.glob("*.jsonl"))] == ["humaneval.jsonl"]
 

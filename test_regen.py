@@ -351,8 +351,13 @@ def test_verify_fails_on_what_is_wrong(undisturbed, tmp_path, monkeypatch, capsy
     def tags(changed):
         for row in changed[:2]:
             row["messages"][1]["content"] += "</think>"
+
+    def tags_everywhere(changed):
+        for message in (m for row in changed for m in row["messages"][1::2]):
+            message["content"] += "</think>"
     assert "of 16 source ids, missing" in failures(lambda rows: rows[:12])
     assert "ids more than once" in failures(lambda rows: rows + rows[:1])
     assert "well formed" in failures(tags)
+    assert "well formed" in failures(tags_everywhere)
     assert "with a special token's name" in failures(lambda rows: rows[0]["messages"][1].update(content="a<|pad|>b"))
     assert "NLL of 16 answers" in failures(others_words)

@@ -5,20 +5,15 @@ it is wrong: half of a corpus of 1.5 M conversations was once lost because a pat
 rendering. So: one table, a gate for each line that has a right value, samples to look at, an exit code.
 """
 import hashlib
+import json
 from collections import Counter
 
+import torch
+
+from capture import load_target
 from chat import CLOSE, OPEN, family_rule, inlined, render_spans, squeeze
-from data_glm import (
-    corpus_lines,
-    corpus_path,
-    encode_row,
-    json,
-    paint,
-    read_rows,
-    source_path,
-    target_settings,
-    with_reason,
-)
+from corpus import read_rows
+from data_glm import checked_target, corpus_lines, corpus_path, encode_row, paint, source_path, with_reason
 from recipe import Recipe
 
 MAX_MISSING = 0.01                               # of the source's ids
@@ -47,7 +42,6 @@ def typed_kind(parts: list[dict]) -> str:
 
 def answer_nll(target, rows: list[tuple[list[int], list[int]]]) -> tuple[float, float]:
     """(mean negative log-likelihood, mean entropy) of the supervised tokens under the target, nats a token."""
-    import torch
     total, count = torch.zeros(2, dtype=torch.float64), 0
     for ids, mask in rows:
         ids, mask = torch.tensor(ids, device=target.device), torch.tensor(mask, device=target.device).bool()
@@ -67,9 +61,9 @@ def verify(recipe: Recipe, n: int = 3, sample: int = 32) -> bool:
     NLL, what it writes greedily less, what others wrote more; answers of other rows must be less likely still.
     """
     rule = family_rule(recipe.chat_family)
-    _, tokenizer, _ = target_settings(recipe)
+    _, tokenizer = checked_target(recipe)
     specials = [token for token in tokenizer.all_special_tokens if token not in (OPEN, CLOSE)]
-    ids, tags, count, chosen, trouble = Counter(), Counter(), Counter(), [], []
+    ids, tags, count, chosen, trouble = Counter(), Counter({"well formed": 0}), Counter(), [], []
     for line in corpus_lines(recipe):
         row = json.loads(line)
         ids[row.get("id")] += 1
@@ -125,7 +119,6 @@ def verify(recipe: Recipe, n: int = 3, sample: int = 32) -> bool:
                f"{count['kept'] / max(rows, 1):.2%}", count["kept"] >= recipe.min_retention * rows),
               (f"rows cut at {recipe.max_length} tokens", count["cut"], None)]
     if len(chosen) > 1:
-        from capture import load_target
         target = load_target(recipe)
         others = [row | {"messages": [*row["messages"][:-1], other["messages"][-1]]}
                   for row, other in zip(chosen, chosen[1:] + chosen[:1], strict=True)]
