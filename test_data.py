@@ -2,13 +2,11 @@
 
 Everything runs on the tiny target, made on the spot. Expected strings are literals. Read next: data_glm.py.
 """
+import contextlib
 import dataclasses
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,22 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import data_glm
 import targets
+from conftest import output_of, program
 from data_glm import encode, encode_prompt, generate, load_task, load_tokens, stop_token_ids
 from kvcache import SlotCache
 from recipe import TINY
 from targets import check_mask_id, target_path
 
 HERE = Path(__file__).parent
-torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    """The tests' targets lie in a folder of their own."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    yield
-    patch.undo()
 
 
 @pytest.fixture(scope="module")
@@ -211,18 +200,14 @@ def test_rolled_back_cache_equals_a_fresh_pass(model):
 
 
 def run(folder, *args):
-    env = os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(HERE / "data_glm.py"), *args], cwd=folder, env=env,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return program(HERE / "data_glm.py", *args, cwd=folder)
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """A folder where `prepare tiny` ran undisturbed."""
     folder = tmp_path_factory.mktemp("prepared")
-    process = run(folder, "prepare", "tiny")
-    output = process.communicate(timeout=600)[0]
-    assert process.returncode == 0, output
+    output_of(run(folder, "prepare", "tiny"))
     return folder
 
 
@@ -247,21 +232,25 @@ def test_three_rows_decoded_again_at_batch_one_are_equal(prepared, model, tokeni
         assert why == row["messages"][1]["finish_reason"]
 
 
+def size(path: Path) -> int:
+    """Bytes in a file that another process may make or remove."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
+
+
 def test_killed_and_restarted_prepare_gives_the_same_file(prepared, tmp_path):
     answers = tmp_path / CORPUS.parent / "answers.jsonl"
     process = run(tmp_path, "prepare", "tiny")
-    deadline = time.monotonic() + 60
-    while process.poll() is None and not (answers.is_file() and answers.stat().st_size) and time.monotonic() < deadline:
+    while process.poll() is None and not size(answers):
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.communicate()
     # Whatever moment the kill met: keep three finished rows and half of a fourth, as a kill inside a write leaves them.
     lines = (prepared / CORPUS).read_bytes().splitlines(keepends=True)
     (tmp_path / CORPUS).unlink(missing_ok=True)
     answers.write_bytes(lines[9] + lines[2] + lines[30] + lines[4][:50])
-    process = run(tmp_path, "prepare", "tiny")
-    output = process.communicate(timeout=600)[0]
-    assert "3 rows there, the target answers 29 more" in output
+    assert "3 rows there, the target answers 29 more" in output_of(run(tmp_path, "prepare", "tiny"))
     assert (tmp_path / CORPUS).read_bytes() == (prepared / CORPUS).read_bytes() and not answers.exists()
 
 
@@ -448,9 +437,8 @@ def test_mask_id_must_be_a_row_that_no_text_yields(tokenizer):
 
 
 def test_two_processes_make_a_target_once(tmp_path):
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "targets.py"), "tiny"]
-    both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    places = [process.communicate(timeout=60)[0].splitlines()[-1].rpartition(" (")[0] for process in both]
-    assert places[0] == places[1] and all(process.returncode == 0 for process in both)
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    both = [program(HERE / "targets.py", "tiny", env=env) for _ in range(2)]
+    places = [output_of(process).splitlines()[-1].rpartition(" (")[0] for process in both]
+    assert places[0] == places[1] and str(tmp_path) in places[0]
     assert not list(tmp_path.rglob("*.partial"))

@@ -4,6 +4,7 @@ Read next: regen.py, verify.py.
 """
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ import shutil
 import signal
 import threading
 import time
+import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -22,10 +24,11 @@ from transformers import AutoTokenizer
 import data_glm
 import regen
 from chat import family_rule, render
+from conftest import own_port
 from data_glm import load_tokens, read_rows
 from recipe import TINY
 from targets import target_path
-from test_data import own_cache  # noqa: F401 - targets of these tests lie apart
+from test_data import size
 from verify import answer_kind, verify
 
 RECIPE = dataclasses.replace(TINY, corpus="regen:chats.jsonl", corpus_size=0, corpus_max_new_tokens=10, max_length=2048)
@@ -79,31 +82,38 @@ def seed_of(name, turn):
     return int.from_bytes(digest, "little") >> 1
 
 
+def forked(work) -> int:
+    """Process id of a fork of this process that does `work` and ends with 0 if that ended well."""
+    if child := os.fork():
+        return child
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
 def killed_runs(folder, work, done, half_done, kills, rng):
-    """Run `work` in forks of this process and kill them at random moments, `kills` times; then let it end. Returns how
-    many kills met half-done work."""
-    life, met = 0.5, 0
-    for n in range(kills + 1):
-        child = os.fork()
-        if not child:
-            with contextlib.suppress(BaseException):
-                os.chdir(folder)
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, 1)
-                os.dup2(null, 2)
-                work()
-                os._exit(0)
-            os._exit(1)
-        if n == kills:
-            assert os.waitpid(child, 0)[1] == 0
-            return met
-        time.sleep(rng.random() * life)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        met += half_done()
-        if done():                               # it was faster than the kill: from now on kill earlier, and start over
-            life *= 0.8
-            done().unlink()
+    """Run `work` in forks of this process and kill them, `kills` times, at random moments and in turn when something is
+    half done; then let it end. Returns how many kills met half-done work."""
+    met = 0
+    with contextlib.chdir(folder):
+        for n in range(kills):
+            child = forked(work)
+            ended = functools.partial(os.waitid, os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            while n % 2 and not (half_done() or done() or ended()):
+                time.sleep(0.002)
+            time.sleep(rng.random() * (0.02 if n % 2 else 0.4))
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            met += half_done()
+            if done():                           # it was faster than the kill: start over
+                done().unlink()
+        assert os.waitpid(forked(work), 0)[1] == 0
+    return met
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
@@ -115,7 +125,7 @@ def test_killed_regen_ends_with_the_same_rows(undisturbed, tmp_path, kills):
         return (tmp_path / TRAIN) if (tmp_path / TRAIN).is_file() else None
     answers = (tmp_path / TRAIN).with_name("answers.jsonl")
     met = killed_runs(tmp_path, lambda: data_glm.regen(RECIPE, [], **GIVEN), done,
-                      lambda: answers.is_file() and answers.stat().st_size > 0, kills, random.Random(kills))
+                      lambda: size(answers) > 0, kills, random.Random(kills))
     assert met >= kills // 10, f"only {met} of {kills} kills met half-done work"
     assert (tmp_path / TRAIN).read_bytes() == (undisturbed / TRAIN).read_bytes()
     assert sorted(p.name for p in (tmp_path / TRAIN).parent.iterdir()) == ["lock", "settings.json", "train.jsonl"]
@@ -151,12 +161,7 @@ def test_many_processes_and_two_at_once_make_the_same_cache(undisturbed, tmp_pat
         (tmp_path / name / TRAIN).write_bytes(rows)
         with contextlib.chdir(tmp_path / name):
             if name == "one":                    # two processes prepare one key
-                child = os.fork()
-                if not child:
-                    with contextlib.suppress(BaseException):
-                        load_tokens(RECIPE)
-                        os._exit(0)
-                    os._exit(1)
+                child = forked(lambda: load_tokens(RECIPE))
             key = load_tokens(RECIPE).key
             if name == "one":
                 assert os.waitpid(child, 0)[1] == 0
@@ -222,9 +227,11 @@ def scripted(answer, faults=()):
     server.answer, server.faults, server.bodies, server.lock = answer, list(faults), [], threading.Lock()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     server.url = f"http://127.0.0.1:{server.server_port}/v1"
-    yield server
-    server.shutdown()
-    server.server_close()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def echo(body):
@@ -278,8 +285,9 @@ def test_a_refused_conversation_is_written_apart_and_asked_again(prepared, capsy
 
 
 def test_dead_servers_and_other_settings_end_with_a_sentence(prepared):
-    with pytest.raises(OSError, match="does not list its model .* start it and give its address up to /v1"):
-        data_glm.regen(RECIPE, ["http://127.0.0.1:9/v1"], **GIVEN)
+    sentence = "does not list its model .* start it and give its address up to /v1"
+    with own_port() as nobody, pytest.raises(OSError, match=sentence):
+        data_glm.regen(RECIPE, [f"http://127.0.0.1:{nobody}/v1"], **GIVEN)
     with scripted(lambda body: (500, {}, "stop")) as server, pytest.raises(OSError, match="the last with: no answer"):
         data_glm.regen(RECIPE, [server.url], concurrency=1, **GIVEN)
     with pytest.raises(ValueError, match=r"made with other settings \(temperature\)"):
