@@ -158,6 +158,10 @@ def publish(partial: Path, final: Path) -> None:
     if final.exists():                                               # from a run that had to fall back to an older step
         shutil.rmtree(final)
     partial.rename(final)
+    move_latest(final)
+
+
+def move_latest(final: Path) -> None:
     link = final.parent / ".latest.partial"
     link.unlink(missing_ok=True)
     link.symlink_to(final.name)
@@ -178,9 +182,10 @@ def prune(out: Path, keep: int) -> None:
 
 
 def set_aside(out: Path, after: int) -> None:
-    """Rename checkpoints past step `after`, where a run resumes, to aside_step_<n> (collective).
+    """Rename checkpoints past step `after`, where a run resumes, to aside_step_<n>; `latest` names it (collective).
 
-    Were they left in place, the next resume could jump to them, and pruning would take them for the newest.
+    Were they left in place, the next resume could jump to them, and pruning would take them for the newest. `latest`
+    lags behind where a run was killed between a checkpoint's rename and its own.
     """
     for turn in (True, False):                                       # rank 0 first; others may have disks of their own
         for step in steps_in(out) if (dist.get_rank() == 0) is turn else ():
@@ -189,6 +194,9 @@ def set_aside(out: Path, after: int) -> None:
                     shutil.rmtree(out / f"aside_step_{step}", ignore_errors=True)
                     (out / f"step_{step}").rename(out / f"aside_step_{step}")
                 say(f"{out / f'step_{step}'} is now aside_step_{step}; delete it when you do not need it")
+            elif step == after and (out / "latest").resolve().name != f"step_{step}":
+                with contextlib.suppress(FileNotFoundError, FileExistsError):
+                    move_latest(out / f"step_{step}")
         dist.barrier()
 
 

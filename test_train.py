@@ -10,9 +10,7 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +23,7 @@ import checkpoint
 import optimizers
 import ranks
 import train
+from conftest import output_of, program
 from dspark import DSparkDraft
 from recipe import RECIPES
 
@@ -102,30 +101,11 @@ def at_step(finished: Path, tmp_path: Path, step: int) -> Path:
     return out
 
 
-def start(recipe, out: Path, processes: int = 0, script: str = RUN, **options) -> subprocess.Popen:
-    """Run in a process group of its own: python when processes is 0, else torchrun."""
+def start(recipe, out: Path, processes: int = 0, script: str = RUN, *more):
+    """A run as a program: python when processes is 0, else torchrun."""
     path = out.parent / f"{out.name}.py"
     path.write_text(script)
-    python = [sys.executable] if not processes else [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    return subprocess.Popen([*python, str(path), str(HERE), json.dumps(dataclasses.asdict(recipe)), str(out)],
-                            env=os.environ | settings, start_new_session=True, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
-
-
-def output_of(process: subprocess.Popen) -> str:
-    """What a run printed, once it has ended well; else its last words, without torchrun's own about them."""
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, re.sub(r"(?s)Traceback[^\n]*\n  File \"<frozen runpy>.*", "", output)[-4000:]
-    return output
-
-
-def wait_for_step(process: subprocess.Popen, out: Path, step: int) -> None:
-    deadline = time.time() + 300
-    while not (out / "metrics.jsonl").exists() or len((out / "metrics.jsonl").read_text().splitlines()) < step:
-        assert process.poll() is None and time.time() < deadline, process.communicate()[0]
-        time.sleep(0.005)
+    return program(path, HERE, json.dumps(dataclasses.asdict(recipe)), out, *map(int, more), processes=processes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,8 +187,10 @@ def test_a_run_leaves_what_the_design_names(recipe, finished):
     assert losses(finished) == pytest.approx(parts, rel=1e-5) and losses(finished)[-1] < losses(finished)[0]
     assert (finished / "heartbeat" / "rank_0").read_text().split()[3] == "12"
     before = (finished / "metrics.jsonl").read_text()
+    (finished / "latest").unlink()
+    (finished / "latest").symlink_to("step_8")   # as a kill between the last two renames leaves it
     train.train(dataclasses.replace(recipe, keep_checkpoints=9), finished)                      # nothing is left to do
-    assert (finished / "metrics.jsonl").read_text() == before
+    assert (finished / "metrics.jsonl").read_text() == before and os.readlink(finished / "latest") == "step_12"
 
 
 def test_a_drain_stands_before_every_forward_and_every_backward(recipe, tmp_path, monkeypatch):
@@ -296,20 +278,27 @@ def test_the_best_checkpoints_are_kept(recipe, tmp_path, monkeypatch):
 # Resume
 
 
+ENDED = RUN.replace("train.train(", """
+import os
+write = train.Journal.write
+def write_and_end(self, line):
+    write(self, line)
+    if line["step"] == int(sys.argv[4]):
+        os.kill(os.getpid(), int(sys.argv[5]))
+train.Journal.write = write_and_end
+train.train(""")
+
+
 def test_killed_and_stopped_runs_end_as_if_nothing_had_happened(recipe, tmp_path, finished):
     """SIGKILL in one step, SIGTERM in a later one, then to the end: weights and every metric bit for bit."""
     out = tmp_path / "out"
-    process = start(recipe, out)
-    wait_for_step(process, out, 5)
-    os.killpg(process.pid, signal.SIGKILL)
+    process = start(recipe, out, 0, ENDED, 6, signal.SIGKILL)
     process.communicate()
-    assert checkpoint.steps_in(out)[-1] in (4, 8)
-    process = start(recipe, out)
-    wait_for_step(process, out, 9)
-    process.send_signal(signal.SIGTERM)
-    output = output_of(process)
+    assert process.returncode == -signal.SIGKILL
+    assert checkpoint.steps_in(out)[-1] == 4 and lines(out)[-1]["step"] == 6
+    output = output_of(start(recipe, out, 0, ENDED, 9, signal.SIGTERM))
     assert "stopped by SIGTERM" in output, output
-    assert checkpoint.steps_in(out)[-1] == lines(out)[-1]["step"] < 12 and not list(out.glob(".step*"))
+    assert checkpoint.steps_in(out)[-1] == lines(out)[-1]["step"] == 10 and not list(out.glob(".step*"))
     train.train(recipe, out)
     assert same(weights(out / "latest"), weights(finished / "latest"))
     results, expected = ([{key: value for key, value in line.items() if not key.startswith("share_")
