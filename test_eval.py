@@ -10,7 +10,6 @@ import multiprocessing
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -27,6 +26,7 @@ import data_glm
 import eval_deepspec
 import schedule
 from capture import HFTarget
+from conftest import output_of, program
 from decode import NoDraft, choose, decode, sample, speculative_decode
 from dflash2 import DFlash2Config, DFlash2Draft
 from dspark import DSparkDraft
@@ -347,11 +347,8 @@ def test_ten_kills_change_nothing(trained, monkeypatch):
 def test_two_replicas_give_the_table_of_one(trained, monkeypatch):
     monkeypatch.chdir(trained)
     one = evaluate("out/one-process", limit=6)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-               str(HERE / "eval_deepspec.py"), "--draft", "out/tiny/latest", "--limit", "6", "--temperature", "1",
-               "--max-new-tokens", "24", "--out", "out/two"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    output_of(program(HERE / "eval_deepspec.py", "--draft", "out/tiny/latest", "--limit", 6, "--temperature", 1,
+                      "--max-new-tokens", 24, "--out", "out/two", processes=2))
     assert timeless(json.loads(Path("out/two/results.json").read_text())) == timeless(one)
     shares = [len(p.read_text().splitlines()) for p in Path("out/two").glob("samples-*")]
     assert shares == [3, 3]
@@ -374,12 +371,9 @@ eval_deepspec.main()
 def test_a_target_over_two_ranks_is_timed_by_both(trained, monkeypatch):
     monkeypatch.chdir(trained)
     Path("together.py").write_text(TOGETHER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "together.py",
-               str(HERE), "--draft", "out/tiny/latest", "--limit", "3", "--temperature", "1", "--max-new-tokens", "24",
-               "--out", "out/together", "--speedup"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("pays above") == 1
+    said = output_of(program("together.py", HERE, "--draft", "out/tiny/latest", "--limit", 3, "--temperature", 1,
+                             "--max-new-tokens", 24, "--out", "out/together", "--speedup", processes=2))
+    assert said.count("pays above") == 1
     assert json.loads(Path("out/together/results.json").read_text())["speedup"]["gsm_symbolic"]["ratio"] > 0
 
 
@@ -389,11 +383,9 @@ def test_what_a_node_has_on_its_own_disk_counts_on_all(trained, monkeypatch):
     one = evaluate("out/one-disk", limit=6)
     Path("apart.py").write_text(f"import os, sys\nsys.path.insert(0, {str(HERE)!r})\nimport eval_deepspec\n"
                                 "sys.argv[-1] += os.environ['RANK']\neval_deepspec.main()\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "apart.py",
-               "--draft", "out/tiny/latest", "--temperature", "1", "--max-new-tokens", "24"]
-    for limit in ("4", "6", "6"):
-        done = subprocess.run([*command, "--limit", limit, "--out", "out/disk"], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-2000:]
+    for limit in (4, 6, 6):
+        output_of(program("apart.py", "--draft", "out/tiny/latest", "--temperature", 1, "--max-new-tokens", 24,
+                          "--limit", limit, "--out", "out/disk", processes=2))
     assert timeless(json.loads(Path("out/disk0/results.json").read_text())) == timeless(one)
     assert [sum(len(p.read_text().splitlines()) for p in Path(f"out/disk{rank}").glob("samples-*")) for rank in (0, 1)
             ] == [3, 3]
