@@ -1,4 +1,4 @@
-"""Benchmarks: where the time and the memory of a training step go. Never a test: nothing here passes or fails.
+"""Benchmarks: where the time and the memory go. Never a test: nothing here passes or fails.
 
     python bench.py objective [--blocks 512 --length 1000 --head gated --json FILE]     the three forms of the objective
     python bench.py objective --dry --blocks 1024 --vocab 154880 --length 8192          its memory, by formula, no run
@@ -11,15 +11,16 @@
 
 Every form runs in processes of its own, in turns with the others, so that its peak is its own and a busy machine slows
 all forms alike. Seconds are medians; peak_mb is what a form adds to the highest resident set (on CUDA: to the allocated
-memory) that the process had before its first forward. Read next: objective.py.
+memory) that a small run of it left behind. Read next: objective.py.
 """
 import argparse
+import dataclasses
 import functools
 import json
+import math
 import os
 import platform
 import resource
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,26 +29,28 @@ from pathlib import Path
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
 
 import dspark
 import objective
 from attention import Attention, Visibility, rope_tables
-from decode import GREEDY_BELOW, Clock, Proposal, Trace, accept, decode
+from capture import load_target
+from decode import Clock, Proposal, accept, decode
 from dspark import DSparkConfig, DSparkDraft, Supervision, frozen_linear
-from recipe import DEFAULT
+from optimizers import make_optimizers
+from ranks import end_world, start_world
+from recipe import DEFAULT, load_recipe
+from targets import load_model, target_path
+from train import shard
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MB = 1e6
-FORMS = ("full", "recompute", "chunked")
-ATTENTION_FORMS = [f"{form}@{blocks}" for blocks in (64, 128, 256, 512) for form in ("dense", "grouped")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Measuring
 
 
-def resident_mb() -> float:
+def peak_mb() -> float:
     """Highest memory of this process so far."""
     if DEVICE.type == "cuda":
         return torch.cuda.max_memory_allocated() / MB
@@ -55,41 +58,48 @@ def resident_mb() -> float:
     return peak * (1 if sys.platform == "darwin" else 1024) / MB
 
 
-def timed(run) -> dict:
-    """Wall clock and processor seconds (all threads) of one call."""
-    wait = torch.cuda.synchronize if DEVICE.type == "cuda" else lambda: None
-    wait()
-    start, cpu = time.perf_counter(), time.process_time()
+def measure(make, args) -> dict:
+    """In a process of a form's own: what its first run adds to the peak, then the times of a second one, with what it
+    counted."""
+    small = {"vocab": 1000, "blocks": 1, "length": 8, "prompts": 1, "new": 1}
+    make(argparse.Namespace(**vars(args) | small))()         # loads what any run needs, leaves no high-water mark
+    run, before = make(args), peak_mb()
     run()
-    wait()
-    return {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+    memory, clock, cpu = peak_mb() - before, Clock(), time.process_time()
+    counted = run() or {}
+    clock.lap("seconds")
+    return clock.seconds | {"cpu_seconds": time.process_time() - cpu, "peak_mb": memory} | counted      # of all threads
 
 
-def measure(run, warm, repeats: int) -> dict:
-    """What the first call of `run` adds to the peak, and the times of `repeats` later calls (the first one also faults
-    pages in); `warm` is a small run that loads what any run needs."""
-    warm()
-    before = resident_mb()
-    run()
-    return {"peak_mb": resident_mb() - before, "times": [timed(run) for _ in range(repeats)]}
+def in_processes(args, forms: list[str]) -> dict[str, dict]:
+    """Each form measured in `args.runs` fresh processes, in turns: medians. For `scaling` a form is a number of
+    processes, of which rank 0 speaks."""
+    found: dict[str, list[dict]] = {form: [] for form in forms}
+    for _ in range(args.runs):
+        for form in forms:
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", form]
+            out = subprocess.run([sys.executable, *torchrun * (args.what == "scaling"), __file__, *sys.argv[1:],
+                                  "--form", form], check=True, text=True, stdout=subprocess.PIPE).stdout
+            found[form].append(json.loads(out.splitlines()[-1]))
+    result = {}
+    for form, runs in found.items():
+        result[form] = {key: statistics.median(run[key] for run in runs) for key in runs[0] if key != "outputs"}
+        if "tokens" in runs[0]:
+            result[form]["tokens_per_s"] = result[form]["tokens"] / result[form]["seconds"]
+        if "outputs" in runs[0]:
+            pairs = zip(runs[0]["outputs"], found[forms[0]][0]["outputs"], strict=True)
+            result[form]["same_outputs"] = sum(a == b for a, b in pairs)
+    return result
 
 
-def medians(runs: list[dict]) -> dict:
-    """One record of several runs of a form: the median of each time and of the peak."""
-    times = [t for r in runs for t in r["times"]]
-    return {key: statistics.median(t[key] for t in times) for key in ("seconds", "cpu_seconds")} | {
-        "peak_mb": statistics.median(r["peak_mb"] for r in runs)}
-
-
-def in_processes(args, names: list[str]) -> dict[str, dict]:
-    """Each name measured in `args.processes` fresh processes, in turns. Medians."""
-    found: dict[str, list[dict]] = {name: [] for name in names}
-    for _ in range(args.processes):
-        for name in names:
-            out = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--form", name], check=True, text=True,
-                                 stdout=subprocess.PIPE).stdout
-            found[name].append(json.loads(out.splitlines()[-1]))
-    return {name: medians(runs) for name, runs in found.items()}
+def show(result: dict, ratios: dict) -> None:
+    """A row per number, a column per form; behind every number its ratio."""
+    keys = list(next(iter(result.values())))
+    left = max(map(len, keys))
+    print(" " * left + "".join(f"{form:>17}" for form in result))
+    for key in keys:
+        cells = (f"{r[key]:.4g}" + (f" ({ratios[form][key]:.3f})" if ratios else "") for form, r in result.items())
+        print(f"{key:<{left}}" + "".join(f"{cell:>17}" for cell in cells))
 
 
 def machine() -> dict:
@@ -100,35 +110,34 @@ def machine() -> dict:
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
-# The objective
+# ---------------------------------------------------------------------------------------------------------------------
+# The objective. Like all that follow: (options, form) -> a function that runs the form once.
 
 
-def supervised(args, blocks: int):
-    """One sequence of random tokens, all supervised, and its anchors, drawn as in training."""
+def supervised(args) -> tuple[torch.Tensor, Supervision]:
+    """Anchors of one sequence of random tokens, drawn as in training, all supervised; and their supervision."""
     ids = torch.randint(args.vocab, (1, args.length), device=DEVICE)
-    anchors, keep = dspark.sample_anchors(torch.ones_like(ids), blocks)
-    return ids, anchors, keep, Supervision.build(ids, torch.ones_like(ids), anchors, keep, args.block_size, 4.0)
+    anchors, keep = dspark.sample_anchors(torch.ones_like(ids), args.blocks)
+    return anchors, Supervision.build(ids, torch.ones_like(ids), anchors, keep, args.block_size, 4.0)
 
 
-def objective_step(args, form: str, blocks: int):
-    """A function that runs one forward and backward of the objective on random hidden rows and random weights."""
+def objective_step(args, form: str):
+    """One forward and backward of the objective on random hidden rows and random weights."""
     torch.manual_seed(0)
-    config = DSparkConfig(
-        vocab_size=args.vocab, hidden_size=args.hidden, num_hidden_layers=0, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=64, intermediate_size=1, block_size=args.block_size, mask_token_id=0,
-        target_layer_ids=(0,), num_target_layers=2, markov_rank=0 if args.head == "none" else args.rank,
-        markov_head_type="vanilla" if args.head == "none" else args.head, enable_confidence_head=True,
-        confidence_head_with_markov=True, num_anchors=blocks)
+    config = dataclasses.replace(
+        DSparkConfig.from_recipe(DEFAULT), vocab_size=args.vocab, hidden_size=args.hidden, num_hidden_layers=0,
+        block_size=args.block_size, markov_rank=0 if args.head == "none" else args.rank, markov_head_type=args.head)
     head = frozen_linear(torch.randn(args.vocab, args.hidden).mul_(0.1)).to(DEVICE)
-    draft, (_, anchors, _, sup) = DSparkDraft(config).to(DEVICE).attach(head, head), supervised(args, blocks)
-    hidden = torch.randn(1, anchors.shape[1], args.block_size, args.hidden, device=DEVICE, requires_grad=True)
+    draft, (anchors, sup) = DSparkDraft(config).to(DEVICE).attach(head, head), supervised(args)
+    hidden = torch.randn(*anchors.shape, args.block_size, args.hidden, device=DEVICE, requires_grad=True)
     final = torch.randn(1, args.length, args.hidden, device=DEVICE)
     draft.chunk_blocks = None if form == "chunked" else 0
+    if form == "recompute":
+        dspark.vocabulary_terms_full = terms_recompute
 
     def step():
         hidden.grad = None
         draft.zero_grad()
-        dspark.vocabulary_terms_full = terms_recompute if form == "recompute" else objective.vocabulary_terms_full
         draft.objective(hidden, final, sup, sup.weight.sum() + 1e-6, torch.zeros((), device=DEVICE))[0].backward()
     return step
 
@@ -151,49 +160,37 @@ def terms_recompute(hidden, latent, w2, head, final, sup, ce_scale, l1_scale) ->
 def vocabulary_memory(args, device_type: str) -> dict:
     """Vocabulary-sized memory of the chunked objective in fp32, from the slices that training uses. MB."""
     torch.manual_seed(0)
-    _, _, _, sup = supervised(args, args.blocks)
+    _, sup = supervised(args)
     valid = sup.valid[0]
     slices = objective.slice_rows(valid.sum(1).tolist(), None, args.vocab, args.block_size, device_type)
     source = sup.source[0][valid]
     distinct = [len(source[a:b].unique()) for a, b in slices]
     draft, teacher, scratch = objective.buffer_rows(slices, distinct, args.vocab, device_type)
-    row = args.vocab * 4 / MB
-    rank = 0 if args.head == "none" else args.rank
+    row, rank = args.vocab * 4 / MB, 0 if args.head == "none" else args.rank
     return {"slices": len(slices), "rows": len(source), "draft_rows": draft, "teacher_rows": teacher,
             "scratch_rows": 2 * scratch, "buffers_mb": (draft + teacher + 2 * scratch) * row,
             "w2_gradient_mb": rank * row, "unsliced_mb": sup.valid.numel() * row}
 
 
-def dry(args) -> dict:
-    result = {device: vocabulary_memory(args, device) for device in ("cuda", "cpu")}
-    for device, m in result.items():
-        print(f"{device}: {m['slices']} slices for {m['rows']} rows; buffers of {m['draft_rows']} rows + "
-              f"{m['teacher_rows']} of the teacher + {m['scratch_rows']} scratch: {m['buffers_mb']:.0f} MB = "
-              f"{m['buffers_mb'] * MB / 2**30:.2f} GiB; W2's gradient {m['w2_gradient_mb']:.0f} MB "
-              f"(one unsliced buffer: {m['unsliced_mb']:.0f} MB)")
-    return result
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# The draft's attention and a whole step
+# Attention, capture, a training step
 
 
-def attention_step(args, form: str, blocks: int):
+def attention_step(args, form: str):
     """Forward and backward of one attention layer of the recipe, with training's visibility or the same as one mask."""
     torch.manual_seed(0)
-    layer = Attention(DSparkConfig.from_recipe(DEFAULT), 0).to(DEVICE)
-    _, anchors, keep, _ = supervised(args, blocks)
-    K, S, D = args.block_size, args.length, DEFAULT.head_dim
+    kind, _, blocks = form.partition("@")
+    layer, K, S = Attention(DSparkConfig.from_recipe(DEFAULT), 0).to(DEVICE), args.block_size, args.length
+    anchors, keep = dspark.sample_anchors(torch.ones(1, S, device=DEVICE), int(blocks))
     rows = anchors.shape[1] * K
-    x = torch.randn(1, rows, DEFAULT.hidden_size, device=DEVICE, requires_grad=True)
-    context = torch.randn(1, S, DEFAULT.hidden_size, device=DEVICE, requires_grad=True)
+    x, context = (torch.randn(1, n, DEFAULT.hidden_size, device=DEVICE, requires_grad=True) for n in (rows, S))
     positions = (anchors[..., None] + torch.arange(K, device=DEVICE)).flatten(1)
-    rope = rope_tables(positions, D, DEFAULT.rope_theta, x.dtype)
-    context_rope = rope_tables(torch.arange(S, device=DEVICE), D, DEFAULT.rope_theta, x.dtype)
+    rope, context_rope = (rope_tables(at, DEFAULT.head_dim, DEFAULT.rope_theta, x.dtype)
+                          for at in (positions, torch.arange(S, device=DEVICE)))
 
     def step():
         visible = Visibility(anchors, keep, S, K)
-        if form == "dense":
+        if kind == "dense":
             block = torch.arange(rows, device=DEVICE) // K
             seen = torch.arange(S, device=DEVICE) < anchors[0].repeat_interleave(K)[:, None]
             visible = [(S, torch.cat((seen, block[:, None] == block), 1))]                    # [rows, S + rows]
@@ -202,289 +199,208 @@ def attention_step(args, form: str, blocks: int):
 
 
 @functools.cache
-def loaded_target():
-    from capture import load_target
-    return load_target(DEFAULT, DEVICE)
+def loaded(folder: str = ""):
+    """(recipe, its target) of a checkpoint, or the default ones."""
+    recipe = load_recipe(Path(folder) / "recipe.json") if folder else DEFAULT
+    return recipe, load_target(recipe, DEVICE)
 
 
-def capture_step(args, form: str, blocks: int):
-    """Captures a micro-batch of the default recipe, by hooks or as a transformers user would; 8 tokens to warm up."""
-    target = loaded_target()
-    ids = torch.randint(1000, (DEFAULT.micro_batch, args.length if blocks > 1 else 8), device=DEVICE)
+def capture_step(args, form: str):
+    """Captures a micro-batch of the default recipe, by hooks or as a transformers user would."""
+    _, target = loaded()
+    ids = torch.randint(1000, (DEFAULT.micro_batch, args.length), device=DEVICE)
 
     @torch.no_grad()
-    def everything():
-        out = target.model(ids, output_hidden_states=True, use_cache=False)
-        return torch.cat([out.hidden_states[i + 1] for i in target.layer_ids], -1), out.hidden_states[-1], out.logits
-    return everything if form == "all+logits" else lambda: target.capture(ids)
+    def step():
+        if form == "capture":
+            target.capture(ids)
+        else:
+            out = target.model(ids, output_hidden_states=True, use_cache=False)
+            torch.cat([out.hidden_states[i + 1] for i in target.layer_ids], -1)
+        return {"tokens": ids.numel()}
+    return step
 
 
-def step_phases(args) -> dict:
-    """One optimizer step of the default recipe on one micro-batch of random tokens, phase by phase."""
-    from train import make_optimizers
-    target = loaded_target()
-    draft = DSparkDraft(DSparkConfig.from_recipe(DEFAULT)).configure_objective(DEFAULT).to(DEVICE)
-    draft.attach(target.embed_tokens, target.lm_head)
-    optimizers = make_optimizers(draft, DEFAULT)
-    ids = torch.randint(DEFAULT.vocab_size, (DEFAULT.micro_batch, args.length), device=DEVICE)
-    state = {}
-
-    def capture():
-        state["captured"] = target.capture(ids)
-
-    def forward():
-        captured = state["captured"]
-        state["loss"] = draft(ids, captured.context, torch.ones_like(ids), captured.final)[0]
-
-    def optimizer():
-        for each in optimizers:
-            each.step()
-        draft.zero_grad()
-
-    phases = {"capture": capture, "forward": forward, "backward": lambda: state["loss"].backward(),
-              "optimizer": optimizer}
-    found = {name: {"times": []} for name in phases}
-    for i in range(args.repeats + 1):
-        for name, run in phases.items():
-            before, times = resident_mb(), timed(run)
-            if i == 0:
-                found[name]["peak_mb"] = resident_mb() - before      # what this phase is the first to need
-            else:
-                found[name]["times"].append(times)
-    result = {name: medians([r]) for name, r in found.items()}
-    return result | {"step": {key: sum(r[key] for r in result.values()) for key in result["forward"]}}
-
-
-def scaling_step(args) -> dict:
-    """In one of the processes: steps of the default recipe's draft, sharded as in training, on a random sample."""
-    from ranks import start_world
-    from train import make_optimizers, shard
-    world, r = start_world(), DEFAULT
-    torch.set_num_threads(1)
+def training_step(args, form: str):
+    """One optimizer step of the default recipe on random tokens, sharded as in training: a micro-batch and its capture,
+    phase by phase, or for `scaling` a captured sample in each process."""
+    alone, world, (_, target) = form == "step", start_world(), loaded()
+    if not alone:
+        torch.set_num_threads(1)
     torch.manual_seed(0)
-    head = frozen_linear(torch.randn(r.vocab_size, r.hidden_size).mul_(0.05))
-    draft = DSparkDraft(DSparkConfig.from_recipe(r)).configure_objective(r)
-    draft.attach(torch.nn.Embedding.from_pretrained(head.weight.detach()), head)
-    shard(draft, world, torch.float32)
-    optimizers, S = make_optimizers(draft, r), args.length
-    ids = torch.randint(r.vocab_size, (1, S))
-    context, final = torch.randn(1, S, len(r.target_layer_ids) * r.hidden_size), torch.randn(1, S, r.hidden_size)
+    draft = DSparkDraft(DSparkConfig.from_recipe(DEFAULT)).configure_objective(DEFAULT).to(DEVICE)
+    shard(draft.attach(target.embed_tokens, target.lm_head), world, torch.float32)
+    optimizers = make_optimizers(draft, DEFAULT)
+    ids = torch.randint(DEFAULT.vocab_size, (DEFAULT.micro_batch if alone else 1, args.length), device=DEVICE)
+    captured = target.capture(ids)
 
     def step():
-        draft(ids, context, torch.ones_like(ids), final, seeds=[world.rank], lengths=[S])[0].backward()
-        for each in optimizers:
-            each.step()
+        clock = Clock()
+        states = target.capture(ids) if alone else captured
+        clock.lap("capture")
+        loss, _ = draft(ids, states.context, torch.ones_like(ids), states.final)
+        clock.lap("forward")
+        loss.backward()
+        clock.lap("backward")
+        for optimizer in optimizers:
+            optimizer.step()
         draft.zero_grad()
-    return measure(step, lambda: None, args.repeats)
-
-
-def scaling(args) -> dict:
-    """Medians of rank 0 by number of processes. On fewer cores than processes only the processor seconds compare."""
-    found = {}
-    for n in (1, 2, 4):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        world = {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                 "OMP_NUM_THREADS": "1"}
-        processes = [subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--form", "scaling"], text=True,
-                                      env=os.environ | world | {"RANK": str(i), "LOCAL_RANK": str(i)},
-                                      stdout=subprocess.PIPE) for i in range(n)]
-        said = [process.communicate()[0] for process in processes]
-        found[str(n)] = medians([json.loads(said[0].splitlines()[-1])])
-    return found
+        clock.lap("optimizer")
+        phases = clock.seconds | {"step": sum(clock.seconds.values())}
+        return {f"{phase}_samples_per_s": len(ids) / seconds for phase, seconds in phases.items()} if alone else {}
+    return step
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoding
 
 
-def plain_decode(model, draft, ids, max_new_tokens: int, temperature: float, stops: set[int], clock) -> Trace:
-    """The protocol of decode.py the way one writes it first: caches that grow by concatenation, all hidden states and
-    logits of every layer and token, one-hot distributions, tensors made in every step. Draws from the
-    default generator."""
-    def distribution(logits):
-        if temperature < GREEDY_BELOW:
-            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
-        return torch.softmax(logits.float() / temperature, -1)
+def prompts_for(recipe, count: int) -> list[torch.Tensor]:
+    """Held-out prompts [1, S], as an evaluation asks them."""
+    from transformers import AutoTokenizer
+
+    from data_glm import TEST_SEED, encode_prompt, gsm_symbolic
+    tokenizer = AutoTokenizer.from_pretrained(target_path(recipe))
+    return [encode_prompt(text, tokenizer, recipe.chat_family).to(DEVICE) for text in gsm_symbolic(TEST_SEED, count)]
+
+
+@functools.cache
+def model_of(home: Path, dtype: torch.dtype, plain: bool):
+    """The target as transformers has it, or with our attention and packed weights."""
+    from transformers import AutoModelForCausalLM
+    if plain:
+        return AutoModelForCausalLM.from_pretrained(home, dtype=dtype).to(DEVICE).eval()
+    return load_model(home, dtype, DEVICE)
+
+
+def cut(generated: list[int], stops: set[int]) -> list[int]:
+    """Up to and including the first stop token."""
+    return generated[:next((n for n, token in enumerate(generated, 1) if token in stops), len(generated))]
+
+
+def plain_decode(model, draft, ids: torch.Tensor, max_new_tokens: int, stops: set[int], clock: Clock):
+    """The protocol of decode.py at temperature 0 the way one writes it first: caches that grow by concatenation, all
+    hidden states and logits of every layer and token, one-hot distributions, tensors made in every step. Returns
+    (generated ids, accept lengths)."""
+    from transformers import DynamicCache
+    c, prompt, cache, lengths = draft.config, ids.shape[1], DynamicCache(config=model.config), []
+    stored = [(torch.empty(1, c.num_key_value_heads, 0, c.head_dim, device=DEVICE),) * 2 for _ in draft.layers]
+
+    def one_hot(logits):
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
 
     def forward(new):
         out = model(input_ids=new, past_key_values=cache, use_cache=True, output_hidden_states=True)
         return out.logits[0], torch.cat([out.hidden_states[i + 1] for i in c.target_layer_ids], -1)
 
-    c, trace, cache, prompt = draft.config, Trace(), DynamicCache(config=model.config), ids.shape[1]
-    stored = [[] for _ in draft.layers]
-    logits, new_context = forward(ids)
-    last = torch.multinomial(distribution(logits[-1:]), 1)                                    # [1, 1]
-    output, start = torch.cat((ids, last), 1), prompt
+    def rope(first: int, n: int):
+        return rope_tables(torch.arange(first, first + n, device=DEVICE)[None], c.head_dim, c.rope_theta, torch.float32)
+
+    logits, captured = forward(ids)
+    ids, stopped = torch.cat((ids, torch.multinomial(one_hot(logits[-1:]), 1)), 1), False
     clock.lap("prefill")
-    while int(last) not in stops and start - prompt < max_new_tokens:
-        first = start - new_context.shape[1]
-        rope = rope_tables(torch.arange(first, start)[None], c.head_dim, c.rope_theta, torch.float32)
-        context = draft.context(new_context)
+    while not stopped and int(ids[0, -1]) not in stops and (start := ids.shape[1] - 1) - prompt < max_new_tokens:
+        context, n = draft.context(captured), captured.shape[1]
+        x = draft.embed(draft.block_rows(ids, torch.tensor([[start]], device=DEVICE))[:, 0])
         for i, layer in enumerate(draft.layers):
-            new = layer.self_attn.keys_values(context, rope)
-            stored[i] = [torch.cat(pair, 2) for pair in zip(stored[i], new, strict=True)] if stored[i] else list(new)
-        rope = rope_tables(torch.arange(start, start + c.block_size)[None], c.head_dim, c.rope_theta, torch.float32)
-        x = draft.embed_tokens(torch.tensor([[int(last)] + [c.mask_token_id] * (c.block_size - 1)]))
-        for i, layer in enumerate(draft.layers):
-            x = layer(x, rope, tuple(stored[i]), None, [(start, None)])
+            new = layer.self_attn.keys_values(context, rope(start - n, n))
+            stored[i] = tuple(torch.cat(pair, 2) for pair in zip(stored[i], new, strict=True))
+            x = layer(x, rope(start, c.block_size), stored[i], None, None)
         hidden = draft.norm(x)
         base = draft.lm_head(hidden)[0]
         clock.lap("draft")
-        tokens, p, state = [last[0]], [], None
+        tokens, p, state = [ids[0, -1:]], [], None
         for t in range(c.block_size):
             row = base[t:t + 1]
             if draft.markov_head is not None:
                 latent, state = draft.markov_head.step(tokens[-1], hidden[:, t], state)
                 row = row + draft.markov_head.markov_w2(latent)
-            p.append(distribution(row))
+            p.append(one_hot(row))
             tokens.append(torch.multinomial(p[-1], 1)[0])
         clock.lap("walk")
         drafted = torch.stack(tokens[1:], 1)                                                  # [1, K]
-        logits, captured = forward(torch.cat((last, drafted), 1))
+        logits, captured = forward(torch.cat((ids[:, -1:], drafted), 1))
         clock.lap("verify")
-        accepted, stopped, last = accept(Proposal(drafted, torch.cat(p)), distribution(logits), stops)
-        length, last = accepted + (not stopped), last[None]
-        for lengths, n in ((trace.acceptance_lengths, length), (trace.accepted_draft_lengths, accepted),
-                           (trace.proposal_lengths, accepted if stopped else c.block_size)):
-            lengths.append(n)
-        output = torch.cat((output, drafted[:, :accepted], last[:, :1 - stopped]), 1)
-        start, new_context = start + length, captured[:, :length]
-        cache.crop(start - cache.get_seq_length())           # negative: how many to drop
+        accepted, stopped, last = accept(Proposal(drafted, torch.cat(p)), one_hot(logits), stops)
+        lengths.append(accepted + (not stopped))
+        ids = torch.cat((ids, drafted[:, :accepted], last[None, :1 - stopped]), 1)
+        captured = captured[:, :lengths[-1]]
+        cache.crop(start + lengths[-1] - cache.get_seq_length())         # negative: how many to drop
         clock.lap("bookkeeping")
-        if stopped:
-            break
-    generated = output[0, prompt:prompt + max_new_tokens].tolist()
-    end = next((i + 1 for i, token in enumerate(generated) if token in stops), len(generated))
-    trace.output_ids = ids[0].tolist() + generated[:end]
-    return trace
+    return cut(ids[0, prompt:prompt + max_new_tokens].tolist(), stops), lengths
 
 
-@torch.inference_mode()
-def decoding(args) -> dict:
-    """Tokens per second of the three forms on the same prompts, in turns, and where the time goes (median turn)."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def eval_step(args, form: str):
+    """Greedy speculative decoding of a few prompts by the checkpoint --draft, with its target."""
+    recipe, target = loaded(args.draft)
+    prompts, stops = prompts_for(recipe, args.prompts), set(recipe.stop_token_ids)
+    draft = DSparkDraft.from_pretrained(args.draft, device=DEVICE)
+    if form == "plain":
+        model = model_of(target_path(recipe), target.dtype, plain=True)
+        draft.attach(model.get_input_embeddings(), model.get_output_embeddings())
 
-    from capture import load_target
-    from data_glm import encode_prompt, load_task
-    from recipe import load_recipe
-    from targets import target_path
-    recipe = load_recipe(Path(args.draft) / "recipe.json")
-    home = target_path(recipe)
-    tokenizer = AutoTokenizer.from_pretrained(home)
-    prompts = [encode_prompt(text, tokenizer, recipe.chat_family).to(DEVICE)
-               for text in load_task(recipe.eval_tasks[0], limit=args.prompts)]
-    target, draft, plain_draft = (load_target(recipe, DEVICE), *(DSparkDraft.from_pretrained(args.draft, device=DEVICE)
-                                                                 for _ in range(2)))
-    model = AutoModelForCausalLM.from_pretrained(home, dtype=target.dtype).to(DEVICE).eval()
-    plain_draft.attach(model.get_input_embeddings(), model.get_output_embeddings())
-    seeds, stops = [recipe.eval_seed + i for i in range(len(prompts))], list(recipe.stop_token_ids)
-    common = {"max_new_tokens": args.new, "temperature": args.temperature}
+    @torch.inference_mode()
+    def step():
+        clock = Clock()
+        if form == "plain":
+            outputs = [plain_decode(model, draft, ids, args.new, stops, clock) for ids in prompts]
+        else:
+            traces = dict(decode(target, draft, prompts, max_new_tokens=args.new, temperature=0.0, clock=clock,
+                                 stop_token_ids=list(stops), slots=int(form.partition("@")[2])))
+            outputs = [(traces[i].output_ids[ids.shape[1]:], traces[i].acceptance_lengths)
+                       for i, ids in enumerate(prompts)]
+        proposals = sum(len(lengths) for _, lengths in outputs)
+        return {"tokens": sum(len(new) for new, _ in outputs), "proposals": proposals, "outputs": outputs} | {
+            f"{phase}_ms_per_proposal": 1000 * seconds / proposals for phase, seconds in clock.seconds.items()}
+    return step
 
-    def ours(slots, clock):
-        return dict(decode(target, draft, prompts, stop_token_ids=stops, slots=slots, seeds=seeds, clock=clock,
-                           **common))
 
-    def plain(clock):
-        result = {}
-        for i, ids in enumerate(prompts):
-            torch.manual_seed(seeds[i])
-            result[i] = plain_decode(model, plain_draft, ids, stops=set(stops), clock=clock, **common)
-        return result
+def generate_step(args, form: str):
+    """Greedy answers to the same prompts: by `generate` of transformers in padded batches of 32, or by ours with as
+    many slots."""
+    from transformers import AutoTokenizer
 
-    forms = {"plain": plain, "ours@1": lambda clock: ours(1, clock), "ours@8": lambda clock: ours(8, clock)}
-    turns, traces = {name: [] for name in forms}, {}
-    for _ in range(args.repeats):
-        for name, run in forms.items():
-            clock = Clock()
-            traces[name] = run(clock)
-            turns[name].append(clock.seconds)
-    result = {}
-    for name, runs in turns.items():
-        seconds = sorted(runs, key=lambda r: sum(r.values()))[len(runs) // 2]
-        tokens = sum(len(t.output_ids) - ids.shape[1] for t, ids in zip(traces[name].values(), prompts, strict=True))
-        proposals = sum(len(t.acceptance_lengths) for t in traces[name].values())
-        result[name] = {"tokens_per_s": tokens / sum(seconds.values()), "proposals": proposals, "seconds": seconds,
-                        "equal_traces": sum(traces[name][i] == traces["plain"][i] for i in range(len(prompts)))}
-    ratios = {name: r["tokens_per_s"] / result["plain"]["tokens_per_s"] for name, r in result.items()}
-    phases = list(result["plain"]["seconds"])
-    print(f"{'':>8}{'tokens/s':>10}{'ratio':>7}{'traces as plain':>17}   ms per proposal: " + ", ".join(phases))
-    for name, r in result.items():
-        print(f"{name:>8}{r['tokens_per_s']:>10.1f}{ratios[name]:>7.2f}{r['equal_traces']:>9} of {len(prompts):<4}"
-              + "".join(f"{1000 * r['seconds'].get(p, 0) / r['proposals']:>10.1f}" for p in phases))
-    return result | {"ratios": ratios}
+    from regen import generate
+    home, stops, batch = target_path(DEFAULT), list(DEFAULT.stop_token_ids), 32
+    prompts = [ids[0].tolist() for ids in prompts_for(DEFAULT, args.prompts)]
+    dtype = getattr(torch, DEFAULT.dtype) if DEVICE.type == "cuda" else torch.float32
+    model, tokenizer = model_of(home, dtype, form != "ours"), AutoTokenizer.from_pretrained(home, padding_side="left")
+
+    @torch.inference_mode()
+    def step():
+        if form == "ours":
+            zeros = [0] * len(prompts)
+            answers = {i: ids for i, ids, _ in generate(model, prompts, args.new, zeros, zeros, stops, batch)}
+            outputs = [answers[i] for i in range(len(prompts))]
+        else:
+            outputs = []
+            for first in range(0, len(prompts), batch):
+                rows = tokenizer.pad({"input_ids": prompts[first:first + batch]}, return_tensors="pt").to(DEVICE)
+                new = model.generate(**rows, max_new_tokens=args.new, do_sample=False, eos_token_id=stops,
+                                     pad_token_id=stops[0])[:, rows["input_ids"].shape[1]:].tolist()
+                outputs += [cut(row, set(stops)) for row in new]
+        return {"tokens": sum(map(len, outputs)), "outputs": outputs}
+    return step
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line
 
-
-def generation(args) -> dict:
-    """Greedy answers to the same prompts by `generate` of transformers, padded batches of 32, and by ours with as many
-    slots: tokens per second in turns, and how many answers are the same."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from data_glm import TEST_SEED, encode_prompt, gsm_symbolic, load_model
-    from regen import generate
-    from targets import target_path
-    home, batch = target_path(DEFAULT), 32
-    tokenizer = AutoTokenizer.from_pretrained(home, padding_side="left")
-    prompts = [encode_prompt(text, tokenizer, DEFAULT.chat_family)[0].tolist()
-               for text in gsm_symbolic(TEST_SEED, args.prompts)]
-    stops, ours_model = list(DEFAULT.stop_token_ids), load_model(home, DEFAULT.dtype)
-    model = AutoModelForCausalLM.from_pretrained(home, dtype=ours_model.dtype).to(DEVICE).eval()
-
-    def theirs():
-        answers = {}
-        for first in range(0, len(prompts), batch):
-            rows = tokenizer.pad({"input_ids": prompts[first:first + batch]}, return_tensors="pt").to(DEVICE)
-            with torch.inference_mode():
-                new = model.generate(**rows, max_new_tokens=args.new, do_sample=False, eos_token_id=stops,
-                                     pad_token_id=stops[0])[:, rows["input_ids"].shape[1]:].tolist()
-            for i, row in enumerate(new, first):
-                end = next((n for n, token in enumerate(row, 1) if token in stops), len(row))
-                answers[i] = row[:end]
-        return answers
-
-    def ours():
-        zeros = [0] * len(prompts)
-        return {i: ids for i, ids, _ in generate(ours_model, prompts, args.new, zeros, zeros, stops, batch)}
-
-    answers, runs, result = {}, {"transformers": [], "ours": []}, {}
-    for turn in range(args.repeats):
-        for name, run in (("transformers", theirs), ("ours", ours)):
-            before = resident_mb()
-            times = timed(lambda: answers.update({name: run()}))    # noqa: B023
-            runs[name].append({"times": [times], "peak_mb": resident_mb() - before if turn == 0 else 0})
-    for name, found in runs.items():
-        tokens = sum(map(len, answers[name].values()))
-        result[name] = medians(found) | {"tokens": tokens}
-        result[name]["tokens_per_s"] = tokens / result[name]["seconds"]
-        seconds, speed = result[name]["seconds"], result[name]["tokens_per_s"]
-        print(f"{name:>14}: {tokens} tokens, {seconds:.1f} s, {speed:.0f} tokens/s")
-    same = sum(answers["ours"][i] == answers["transformers"][i] for i in answers["ours"])
-    speed = result["ours"]["tokens_per_s"] / result["transformers"]["tokens_per_s"]
-    print(f"ratio {speed:.2f}; the same answer to {same} of {len(prompts)} prompts")
-    return result | {"ratios": {"tokens_per_s": speed, "same_answers": same / len(prompts)}}
-
-
-def show(result: dict, base_of) -> dict:
-    """Print a table; returns the result with the ratios of every name to the name that base_of gives for it."""
-    ratios = {}
-    print(f"{'':>14}{'seconds':>10}{'cpu s':>10}{'extra MB':>10}{'ratios: time':>14}{'cpu':>8}{'memory':>8}")
-    for name, r in result.items():
-        base = result[base_of(name)]
-        ratios[name] = {key: r[key] / base[key] if base[key] else float("nan") for key in r}
-        wall, cpu, memory = ratios[name].values()
-        print(f"{name:>14}{r['seconds']:>10.3f}{r['cpu_seconds']:>10.3f}{r['peak_mb']:>10.0f}"
-              f"{wall:>14.3f}{cpu:>8.3f}{memory:>8.3f}")
-    return result | {"ratios": ratios}
+BENCHES = {                                      # what makes a run, and the forms; ratios are to the first (attention:
+                                                 # to the same form with 64 blocks)
+    "objective": (objective_step, ["full", "recompute", "chunked"]),
+    "attention": (attention_step, [f"{form}@{blocks}" for blocks in (64, 128, 256, 512)
+                                   for form in ("dense", "grouped")]),
+    "capture": (capture_step, ["all+logits", "capture"]),
+    "step": (training_step, ["step"]),
+    "scaling": (training_step, ["1", "2", "4"]),
+    "generate": (generate_step, ["transformers", "ours"]),
+    "eval": (eval_step, ["plain", "ours@1", "ours@8"])}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("objective", "attention", "capture", "step", "scaling", "eval", "generate"))
+    parser.add_argument("what", choices=BENCHES)
     parser.add_argument("--dry", action="store_true", help="objective: only compute the memory of its buffers")
     parser.add_argument("--blocks", type=int, default=64, help="anchors of the sequence")
     parser.add_argument("--length", type=int, help="tokens of the sequence (attention 1000, others 250)")
@@ -493,12 +409,10 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=DEFAULT.markov_rank)
     parser.add_argument("--block-size", type=int, default=DEFAULT.block_size)
     parser.add_argument("--head", choices=("vanilla", "gated", "rnn", "none"), default="vanilla")
-    parser.add_argument("--processes", type=int, default=3, help="fresh processes per form")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs per process")
+    parser.add_argument("--runs", type=int, default=3, help="of every form, each in a fresh process")
     parser.add_argument("--draft", default="out/smollm2/latest", help="eval: the checkpoint")
-    parser.add_argument("--prompts", type=int, default=16, help="eval, generate: how many")
+    parser.add_argument("--prompts", type=int, default=8, help="eval, generate: how many")
     parser.add_argument("--new", type=int, default=64, help="eval, generate: tokens per prompt")
-    parser.add_argument("--temperature", type=float, default=0.0, help="eval")
     parser.add_argument("--threads", type=int, help="1 and the processor seconds tell forms apart on a busy machine")
     parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--form", help=argparse.SUPPRESS)    # set in the processes that this one starts
@@ -508,38 +422,25 @@ def main() -> None:
     args.length = args.length or (1000 if args.what == "attention" else 250)
     if args.threads:
         torch.set_num_threads(args.threads)
-    make = {"objective": objective_step, "attention": attention_step, "capture": capture_step}.get(args.what)
-    if args.form == "scaling":
-        print(json.dumps(scaling_step(args)))
-        return
+    make, forms = BENCHES[args.what]
     if args.form:
-        form, _, blocks = args.form.partition("@")
-        small = argparse.Namespace(**vars(args) | {"vocab": 1000})    # a warm-up that leaves no high-water mark behind
-        print(json.dumps(measure(make(args, form, int(blocks or args.blocks)), make(small, form, 1), args.repeats)))
+        found = measure(functools.partial(make, form=args.form), args)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(found))
+        end_world()
         return
+    ratios: dict[str, dict] = {}
     if args.dry:
-        result = dry(args)
-    elif args.what == "eval":
-        result = decoding(args)
-    elif args.what == "generate":
-        result = generation(args)
-    elif args.what == "step":
-        result = show(step_phases(args), lambda name: "step")
-        rates = {name: DEFAULT.micro_batch / r["seconds"] for name, r in result.items() if name != "ratios"}
-        print("samples/s: " + ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items()))
-        result["samples_per_s"] = rates
-    elif args.what == "scaling":
-        result = show(scaling(args), lambda name: "1")
-    elif args.what == "capture":
-        result = show(in_processes(args, ["all+logits", "capture"]), lambda name: "all+logits")
-        print({name: f"{DEFAULT.micro_batch * args.length / result[name]['seconds']:.0f} tokens/s"
-               for name in ("all+logits", "capture")})
-    elif args.what == "attention":
-        result = show(in_processes(args, ATTENTION_FORMS), lambda name: name.partition("@")[0] + "@64")
+        result = {device: vocabulary_memory(args, device) for device in ("cuda", "cpu")}
     else:
-        result = show(in_processes(args, FORMS), lambda name: "full")
+        result = in_processes(args, forms)
+        for form, r in result.items():
+            base = result[form.partition("@")[0] + "@64" if args.what == "attention" else forms[0]]
+            ratios[form] = {key: r[key] / base[key] if base[key] else math.nan for key in r}
+    show(result, ratios)
     if args.json:
-        Path(args.json).write_text(json.dumps(result | {"machine": machine()}, indent=2) + "\n")
+        result |= {"ratios": ratios, "machine": machine()}
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def test_the_buffers_are_the_announced_ones(monkeypatch):
     torch.manual_seed(0)
     formula = bench.vocabulary_memory(args, "cpu")
     torch.manual_seed(0)
-    _, anchors, _, sup = bench.supervised(args, 64)
+    anchors, sup = bench.supervised(args)
     made, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **kw: made.append(size) or empty(*size, **kw))
     hidden = torch.randn(*anchors.shape, 4, 16, dtype=torch.float64, requires_grad=True)
