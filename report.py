@@ -55,53 +55,51 @@ def tau_key(lines: list[dict]) -> str:
     return "tau_probabilistic" if "tau_probabilistic" in lines[-1] else "tau_greedy"
 
 
+def draw_acceptance(rates, histogram, runs: dict[str, tuple[dict, list[dict]]]) -> None:
+    """Accept rate by position on one axis, histogram of accept lengths on the other; runs: (metrics, samples) by name,
+    of which the histogram leaves out those without samples."""
+    for name, (metrics, _) in runs.items():
+        rates.plot(metrics["accept_rate"], marker="o", label=name)
+    counted = {name: run for name, run in runs.items() if run[1]}
+    for i, (name, (metrics, samples)) in enumerate(counted.items()):
+        lengths = [n for s in samples for n in s["acceptance_lengths"]]
+        places, width = range(1, len(metrics["accept_rate"]) + 2), 0.8 / len(counted)
+        histogram.bar([n + (i + 0.5) * width - 0.4 for n in places],
+                      [lengths.count(n) / max(len(lengths), 1) for n in places], width,
+                      label=f"{name}: mean {metrics['accept_len']:.2f}")
+    rates.set(xlabel="position in the block", ylim=(0, 1), title="accept rate by position")
+    histogram.set(xlabel="accept length", ylabel="share of proposals", title="accept lengths")
+    rates.legend(fontsize=8)
+    histogram.legend(fontsize=8)
+
+
 def draw(lines: list[dict], found: dict, title: str, path: Path) -> None:
+    """The picture of a run: loss and tau above, below what its evaluations found on the first task."""
     figure, axes = plt.subplots(2, 2, figsize=(11, 7))
-    steps = [line["step"] for line in lines]
     for axis, key, color in ((axes[0, 0], "loss", "tab:blue"), (axes[0, 1], tau_key(lines), "tab:green")):
-        values = [line[key] for line in lines]
+        steps, values = [line["step"] for line in lines], [line[key] for line in lines]
         axis.plot(steps, values, color=color, alpha=0.25)
         axis.plot(steps, smooth(values), color=color)
         axis.set(xlabel="optimizer step", title=key)
     task = next(iter(found[next(iter(found))]["samples"]))                        # what the draft was trained for
-    for name, result in found.items():
-        metrics, label = result["metrics"][task], name.removeprefix("eval-")
-        axes[1, 0].plot(range(len(metrics["accept_rate"])), metrics["accept_rate"], marker="o", label=label)
-        if name != "eval-untrained":
-            lengths = [n for s in result["samples"][task] for n in s["acceptance_lengths"]]
-            most = len(metrics["accept_rate"]) + 1
-            share = [lengths.count(n) / max(len(lengths), 1) for n in range(1, most + 1)]
-            offset = 0.2 if name == "eval-t1" else -0.2
-            axes[1, 1].bar([n + offset for n in range(1, most + 1)], share, 0.4,
-                           label=f"{label}: mean {metrics['accept_len']:.2f}")
-    axes[1, 0].set(xlabel="position in the block", ylim=(0, 1), title=f"accept rate by position, {task}")
-    axes[1, 1].set(xlabel="accept length", ylabel="share of proposals", title=f"accept lengths, {task}")
-    for axis in axes[1]:
-        axis.legend()
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    draw_acceptance(*axes[1], {name.removeprefix("eval-"): (
+        result["metrics"][task], [] if name == "eval-untrained" else result["samples"][task])
+        for name, result in found.items()})
+    save(figure, f"{title}; below: {task}", path)
 
 
 def draw_evaluation(value: dict, path: Path) -> None:
     """The picture of one evaluation's results.json: accept rate by position and histogram of accept lengths, by task.
     """
     figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.8))
-    tasks, most = value["samples"], len(value["metrics"]["overall"]["accept_rate"]) + 1
-    for i, (name, samples) in enumerate(tasks.items()):
-        metrics, width = value["metrics"][name], 0.8 / len(tasks)
-        axes[0].plot(range(most - 1), metrics["accept_rate"], marker="o", label=name)
-        lengths = [n for s in samples for n in s["acceptance_lengths"]]
-        share = [lengths.count(n) / max(len(lengths), 1) for n in range(1, most + 1)]
-        axes[1].bar([n + (i + 0.5) * width - 0.4 for n in range(1, most + 1)], share, width,
-                    label=f"{name}: mean {metrics['accept_len']:.2f}")
-    axes[0].set(xlabel="position in the block", ylim=(0, 1), title="accept rate by position")
-    axes[1].set(xlabel="accept length", ylabel="share of proposals", title="accept lengths")
-    for axis in axes:
-        axis.legend(fontsize=8)
+    draw_acceptance(*axes, {name: (value["metrics"][name], samples) for name, samples in value["samples"].items()})
+    save(figure, "", path)
+
+
+def save(figure, title: str, path: Path) -> None:
+    figure.suptitle(title)
     figure.tight_layout()
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
@@ -110,8 +108,7 @@ def report(recipe: Recipe, out: Path) -> None:
     lines, found = collect(out)
     key = tau_key(lines)
     tau = smooth([line[key] for line in lines])
-    training = {"steps": lines[-1]["step"], f"{key}_first": tau[0], f"{key}_last": tau[-1],
-                "last": lines[-1]}
+    training = {"steps": lines[-1]["step"], f"{key}_first": tau[0], f"{key}_last": tau[-1], "last": lines[-1]}
     write_json(out / "results.json", {"recipe": recipe.name, "training": training, "evaluations": found})
     draw(lines, found, f"{recipe.name}: a {recipe.draft} draft for {recipe.target}", out / "report.png")
     print(f"\ntraining: {training['steps']} steps, {key} {tau[0]:.3f} -> {tau[-1]:.3f} (smoothed)")
