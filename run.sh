@@ -99,7 +99,6 @@ test_engines() {
     local name python
     mkdir -p out
     for name in sglang vllm; do
-        [ -f "test_$name.py" ] || continue
         setup_engine "$name"
         python=.venv-$name/bin/python
         say "engine tests: $("$python" -m pip freeze 2>/dev/null | grep -E '^(sglang|vllm(-cpu)?|torch|transformers)==' | xargs)"
@@ -112,7 +111,8 @@ test_engines() {
 stopped() { printf '\nstopped; the same command goes on from here\n' >&2; exit "$1"; }
 trap 'stopped 130' INT
 
-recipe_name() { "$PYTHON" -c 'import sys; from recipe import get_recipe; print(get_recipe(*sys.argv[1:]).name)' "$@"; }
+# KEY [RECIPE]: one value of a recipe.
+recipe() { "$PYTHON" -c 'import sys; from recipe import get_recipe; print(getattr(get_recipe(*sys.argv[2:]), sys.argv[1]))' "$@"; }
 
 data() {
     say "data: the target, its own answers as the corpus, the task files"
@@ -124,7 +124,7 @@ data() {
 # What runs the target runs in the environment of the recipe's engine.
 use_engine() {
     local engine
-    engine=$("$PYTHON" -c 'import sys; from recipe import get_recipe; print(get_recipe(*sys.argv[1:]).engine)' "$@")
+    engine=$(recipe engine "$@")
     [ "$engine" = transformers ] || { setup_engine "$engine"; PYTHON=.venv-$engine/bin/python; }
 }
 
@@ -189,12 +189,12 @@ train() {
     parse "$@"
     use_engine "${rest[@]}"
     if [ -n "$smoke" ]; then
-        say "smoke: two steps of recipe $(recipe_name "${rest[@]}") and a save, then two more after a resume"
+        say "smoke: two steps of recipe $(recipe name "${rest[@]}") and a save, then two more after a resume"
         launch train.py "${rest[@]}" --smoke 2
         launch train.py "${rest[@]}" --smoke 4
         say "smoke: done, it trains, saves and resumes"
     else
-        say "train: the draft of recipe $(recipe_name "${rest[@]}")"
+        say "train: the draft of recipe $(recipe name "${rest[@]}")"
         launch train.py "${rest[@]}"
     fi
 }
@@ -216,7 +216,7 @@ evaluate() {
     parse "$@"
     set -- "${rest[@]}"
     use_engine "$@"
-    name=$(recipe_name "$@")
+    name=$(recipe name "$@")
     out=out/$name
     [ -e "$out/latest" ] || fail "no checkpoint in $out; train first: bash run.sh train $name"
     say "eval: accept length by propose, verify, accept"
