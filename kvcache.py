@@ -4,11 +4,11 @@ Three things make `generate` slow on a CPU: its cache grows by concatenation (ev
 attention repeats the keys of a query group once per head, and every small product lays its weight out anew. Here the
 memory is allocated once and written in place (`SlotCache`), the attention function (`register_attention`) lets the
 heads of a group share their keys, and frozen weights are laid out once (`pack_linears`). All hang on public interfaces
-of transformers, so any decoder model with keys and values works. Used by data_glm.py and by the sessions of capture.py
-and dspark.py.
+of transformers, so any decoder model with keys and values works. Used by regen.py and by the sessions of capture.py and
+decode.py.
 
 Every row is computed as if it were alone: the same products, the same attention at its own length. On a CPU the states
-of a row are therefore equal to the bit, whatever it is batched with. Read next: data_glm.py, `generate`.
+of a row are therefore equal to the bit, whatever it is batched with. Read next: regen.py, `generate`.
 """
 import torch
 import torch.nn.functional as F
@@ -166,8 +166,9 @@ class SlotCache(Cache):
     def copy(self, source: int, target: int) -> None:
         """Slot `target` becomes a copy of slot `source`."""
         n = self.lengths[target] = self.lengths[source]
-        for memory in (m for layer in self.layers for m in layer.memory.values()):
-            memory[target, ..., :n, :] = memory[source, ..., :n, :]
+        for layer in self.layers:
+            for memory in layer.memory.values():
+                memory[target, ..., :n, :] = memory[source, ..., :n, :]
         self.use(self.first, self.last)
 
     def new_row(self) -> int:
@@ -188,16 +189,11 @@ class SlotCache(Cache):
         size = self.max_length
         while size < self.longest + n:
             size *= 2
-        return self if size == self.max_length else self.grown(size)
-
-    def grown(self, max_length: int) -> "SlotCache":
-        """A copy with more room."""
-        new = SlotCache(len(self.layers), self.slots, max_length, self.device)
-        for old_layer, layer in zip(self.layers, new.layers, strict=True):
-            layer.is_initialized = old_layer.is_initialized
-            for name, old in old_layer.memory.items():
-                layer.memory[name] = old.new_zeros(*old.shape[:-2], max_length, old.shape[-1])
-                layer.memory[name][..., :self.max_length, :] = old
+        if size == self.max_length:
+            return self
+        new = SlotCache(len(self.layers), self.slots, size, self.device)
+        for old, layer in zip(self.layers, new.layers, strict=True):
+            layer.memory = {name: F.pad(x, (0, 0, 0, size - self.max_length)) for name, x in old.memory.items()}
         new.lengths = list(self.lengths)
         new.use(self.first, self.last)
         return new
@@ -238,7 +234,7 @@ class SlotLayer(CacheLayerMixin):
         self.cache, self.memory = cache, {}
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.is_initialized = True
+        pass                                     # `write` does that
 
     def write(self, name: str, new: torch.Tensor) -> torch.Tensor:
         """Append new [B, ..., n, D] in place; returns a view [B, ..., L, D] up to the longest row."""
