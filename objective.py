@@ -6,6 +6,7 @@ pass, memory flat in the number of anchors. dspark.py calls them and adds the co
 """
 import math
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -54,9 +55,9 @@ def vocabulary_terms_full(hidden, latent, w2, head: nn.Linear, final, sup, ce_sc
     return Terms(loss, ce.detach(), l1.detach(), agree)
 
 
-def rows_per_slice(vocab_size: int, device_type: str, bytes_per_entry: int = 4) -> int:
-    """How many vocabulary-sized rows one buffer of the chunked objective holds."""
-    return max(1, BUFFER_BYTES.get(device_type, BUFFER_BYTES["cuda"]) // (vocab_size * bytes_per_entry))
+def rows_per_slice(vocab_size: int, device_type: str) -> int:
+    """How many vocabulary-sized fp32 rows one buffer of the chunked objective holds."""
+    return max(1, BUFFER_BYTES[device_type] // (vocab_size * 4))
 
 
 def slice_rows(rows_per_block: list[int], blocks: int | None, vocab_size: int, block_size: int, device_type: str):
@@ -67,21 +68,19 @@ def slice_rows(rows_per_block: list[int], blocks: int | None, vocab_size: int, b
         most = max(1, rows_per_slice(vocab_size, device_type) // block_size)
         count = max(FEWEST_SLICES, math.ceil(len(rows_per_block) / most))
         blocks = max(1, math.ceil(len(rows_per_block) / count))
-    edges = [0]
-    for first in range(0, len(rows_per_block), blocks):
-        edges.append(edges[-1] + sum(rows_per_block[first:first + blocks]))
-    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    rows = [sum(rows_per_block[first:first + blocks]) for first in range(0, len(rows_per_block), blocks)]
+    return list(pairwise(accumulate(rows, initial=0)))
 
 
-def buffer_rows(slices, distinct: list[int], vocab_size: int, device_type: str, bytes_per_entry: int = 4):
+def buffer_rows(slices, distinct: list[int], vocab_size: int, device_type: str):
     """Vocabulary-sized rows that the chunked objective holds at its peak, whatever the number of slices.
 
     slices: row ranges; distinct: teacher positions of each. Returns (rows of the draft's buffer, rows of the teacher's,
     rows of each of the two scratch buffers that the elementwise steps use).
     """
     rows = max((b - a for a, b in slices), default=0)
-    step = max(1, CACHE_ROWS_BYTES.get(device_type, CACHE_ROWS_BYTES["cuda"]) // (vocab_size * bytes_per_entry))
-    return rows, max(distinct, default=0), min(step, rows) or 1
+    step = max(1, CACHE_ROWS_BYTES[device_type] // (vocab_size * 4))
+    return rows, max(distinct, default=0), min(step, rows)
 
 
 def in_onednn(x: Tensor) -> bool:
@@ -119,12 +118,11 @@ class ChunkedVocabulary(torch.autograd.Function):
                 slices):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         R, V, device = hidden.shape[0], head_weight.shape[0], hidden.device
-        want = any(ctx.needs_input_grad[:3])
         ce, l1 = hidden.new_zeros(R, dtype=wide), hidden.new_full((R,), 2.0, dtype=wide)
         agree = torch.zeros(R, dtype=torch.bool, device=device)
-        g_hidden = torch.empty_like(hidden) if want else None
-        g_latent = torch.empty_like(latent) if want and latent is not None else None
-        g_w2 = torch.zeros(w2.shape, dtype=wide, device=device) if want and latent is not None else None
+        g_hidden, g_latent, g_w2 = torch.empty_like(hidden), None, None
+        if latent is not None:
+            g_latent, g_w2 = torch.empty_like(latent), torch.zeros(w2.shape, dtype=wide, device=device)
         # The teacher's rows: distinct sources per slice, and which of them each row of the slice reads.
         teachers = [source[a:b].unique(return_inverse=True) if final is not None else (labels[:0], None)
                     for a, b in slices]
@@ -161,14 +159,12 @@ class ChunkedVocabulary(torch.autograd.Function):
                     torch.index_select(q_all, 0, where[i:i + step], out=other)
                     torch.sub(part, other, out=d)
                     l1[here] = torch.abs(d, out=other).sum(1)                                 # 3x faster than norm(1)
-                    if want:
-                        mean_sign = torch.linalg.vecdot(part, d.sign_()).unsqueeze(1)
-                        part.mul_(torch.addcmul(w * (ce_scale - l1_scale * mean_sign), d, l1_scale * w, out=d))
-                elif want:
+                    mean_sign = torch.linalg.vecdot(part, d.sign_()).unsqueeze(1)
+                    part.mul_(torch.addcmul(w * (ce_scale - l1_scale * mean_sign), d, l1_scale * w, out=d))
+                else:
                     part.mul_(ce_scale * w)
-                if want:
-                    part.scatter_add_(1, label, -ce_scale * w)                                # now d loss / d logits
-            for t in tiles if want else ():
+                part.scatter_add_(1, label, -ce_scale * w)                                    # now d loss / d logits
+            for t in tiles:
                 d = p[:, t].to(hidden.dtype).contiguous()
                 multiply(g_hidden[a:b], d, head_weight[t], accumulate=t.start > 0)
                 if latent is not None:
@@ -199,7 +195,7 @@ def vocabulary_terms_chunked(hidden, latent, w2, head: nn.Linear, final, sup, ce
         source = pick(sup.source + sample * final.shape[1])
         final = final.flatten(0, 1)
     loss, ce, l1, agree = ChunkedVocabulary.apply(
-        pick(hidden), pick(latent), w2 if latent is not None else None, head.weight.detach(),
+        pick(hidden), pick(latent), w2, head.weight.detach(),
         None if head.bias is None else head.bias.detach(), final, pick(sup.labels), source, pick(sup.weight),
         ce_scale, l1_scale, slices)
     spread = lambda x, fill: x.new_full((valid.numel(),), fill).index_copy(0, rows, x).view_as(sup.valid)  # noqa: E731
