@@ -115,15 +115,13 @@ class Attention(nn.Module):
         return rotate(self.k_norm(self.heads(self.k_proj(x))), rope), self.heads(self.v_proj(x))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], context_kv: tuple[Tensor, Tensor],
-                visible: "Visibility | list | None") -> Tensor:
+                visible: "Visibility | list") -> Tensor:
         """x [B, rows, H]; context_kv two [B, kv, S, D]; visible: training's rule, or in decoding (context length, mask
-        or None) of each sample: a sample's rows see that much context and one another. None: everything."""
+        or None) of each sample: a sample's rows see that much context and one another."""
         q = rotate(self.q_norm(self.heads(self.q_proj(x))), rope)
         k, v = self.keys_values(x, rope)
         ck, cv = context_kv
         attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)
-        if visible is None:
-            visible = [(ck.shape[2], None)] * len(q)
         if isinstance(visible, list):            # one by one: a sample's rows do not depend on the others, to the bit
             out = torch.cat([attend(q[b:b + 1], torch.cat((ck[b:b + 1, :, :n], k[b:b + 1]), 2),
                                     torch.cat((cv[b:b + 1, :, :n], v[b:b + 1]), 2), attn_mask=mask)

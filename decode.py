@@ -6,7 +6,6 @@ from a generator of its own. On a CPU sessions compute each row as if it were al
 it was batched with; elsewhere, or with cut proposals, it may at near ties, which every trace counts. Read next:
 dspark.py (the draft), capture.py (target sessions), eval_deepspec.py (this over task files).
 """
-import functools
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -88,16 +87,13 @@ def propose(draft, session, last: Tensor, temperature: float, threshold: float, 
     All K slots are sampled; a positive threshold cuts a proposal before the first slot whose confidence (its logit
     divided by that slot's temperature, if there are any) is below it.
     """
-    hidden = session.block(last)                                                              # [B, K, H]
+    hidden = session.block(last)[:, -draft.config.slots:]                                     # [B, K, H]
     lap("draft")
-    walk = getattr(draft, "walk", None) or functools.partial(markov_walk, draft)              # dflash2.py has its own
-    tokens, near, probabilities = walk(hidden, last[:, 0], temperature, generators)
-    B, K = tokens.shape
-    confidence, lengths = [[]] * B, [K] * B
+    path, near, probabilities = walk(draft, hidden, last[:, 0], temperature, generators)
+    B, tokens = len(path), path[:, 1:]
+    confidence, lengths = [[]] * B, [tokens.shape[1]] * B
     if draft.confidence_head is not None:
-        embedded = [None] * B
-        if draft.confidence_head.with_markov:
-            embedded = draft.markov_head.markov_w1(torch.cat((last, tokens[:, :-1]), 1))
+        embedded = draft.markov_head.markov_w1(path[:, :-1]) if draft.confidence_head.with_markov else [None] * B
         logits = torch.stack([draft.confidence_head(h, e) for h, e in zip(hidden, embedded, strict=True)])    # [B, K]
         confidence = logits.tolist()
         if threshold > 0:
@@ -108,25 +104,22 @@ def propose(draft, session, last: Tensor, temperature: float, threshold: float, 
             for b, (n, ties) in enumerate(zip(lengths, near.tolist(), strict=True))]
 
 
-def markov_walk(draft, hidden: Tensor, previous: Tensor, temperature: float, generators):
-    """DSpark's walk over the rows [B, K, H] behind previous [B]: tokens [B, K], near ties [B], and the probabilities
-    [B, K, V] they were drawn from, None when greedy."""
+def walk(draft, hidden: Tensor, last: Tensor, temperature: float, generators):
+    """From left to right over the slots' rows [B, K, H] behind last [B]: last and the drafted tokens [B, 1 + K], near
+    ties [B], and the probabilities [B, K, V] that were drawn from, None when greedy."""
     B, K, _ = hidden.shape
-    base = draft.lm_head(hidden.transpose(0, 1).flatten(0, 1)).unflatten(0, (K, B))           # [K, B, V]
-    tokens, rows, near, state = [], [], 0, None
+    base = draft.logits(hidden.transpose(0, 1).flatten(0, 1)).unflatten(0, (K, B))            # [K, B, V]
+    path, rows, near, state = [last], [], torch.zeros_like(last), None
     for t in range(K):
-        logits = base[t]
-        if draft.markov_head is not None:
-            latent, state = draft.markov_head.step(previous, hidden[:, t], state)
-            logits = logits + draft.markov_head.markov_w2(latent)
+        logits, state = draft.corrected(base[t], hidden[:, t], path[-1], state)
         if temperature < GREEDY_BELOW:
-            previous, close = choose(logits)
+            token, close = choose(logits)
         else:
             rows.append(to_probabilities(logits, temperature))
-            previous, close = sample(rows[-1], generators)
-        tokens.append(previous)
-        near = near + close.long()
-    return torch.stack(tokens, 1), near, torch.stack(rows, 1) if rows else None
+            token, close = sample(rows[-1], generators)
+        path.append(token)
+        near = near + close
+    return torch.stack(path, 1), near, torch.stack(rows, 1) if rows else None
 
 
 def accept(proposal: Proposal, q: Tensor, stops: set[int], generator: torch.Generator | None = None):
@@ -232,7 +225,7 @@ class NoDraft:
 
     def __init__(self, target):
         self.config = SimpleNamespace(vocab_size=target.vocab_size, hidden_size=target.hidden_size,
-                                      target_layer_ids=target.layer_ids)
+                                      target_layer_ids=target.layer_ids, slots=1)
 
     def session(self, slots: int = 1) -> "NoDraft":
         return self
@@ -242,12 +235,11 @@ class NoDraft:
 
     admit = drop = extend
 
-    def block(self, last: Tensor) -> None:
-        return None
+    def block(self, last: Tensor) -> Tensor:
+        return last.new_zeros(len(last), 0, 1)   # no rows, hence no slots
 
-    def walk(self, hidden: None, last: Tensor, temperature: float, generators):
-        empty = last.new_zeros(len(last), 0)
-        return empty, last.new_zeros(len(last)), None if temperature < GREEDY_BELOW else empty[..., None].float()
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
 
 
 @dataclass
@@ -256,10 +248,8 @@ class Row:
     index: int
     ids: list[int]                               # prompt and committed tokens, the last one not yet verified
     prompt: int                                  # its length
-    start: int                                   # position of the last token
     generator: torch.Generator | None
     trace: Trace = field(default_factory=Trace)
-    done: bool = False
 
 
 def speculative_decode(target, draft, input_ids: Tensor, **settings) -> Trace:
@@ -291,15 +281,11 @@ def decode(target, draft, prompts: list[Tensor], *, max_new_tokens: int, tempera
         raise ValueError("a confidence threshold needs a draft with a confidence head; this one has none")
     settings = (max_new_tokens, temperature, set(stop_token_ids or ()), confidence_threshold, confidence_temperatures)
     device = prompts[0].device if prompts else None
-    rows = deque(Row(i, ids[0].tolist(), ids.shape[1], ids.shape[1],
+    rows = deque(Row(i, ids[0].tolist(), ids.shape[1],
                      torch.Generator(device).manual_seed(seeds[i]) if seeds else None) for i, ids in enumerate(prompts))
-    if slots > 1:
+    for group in [rows] if slots > 1 else [deque([row]) for row in rows]:
         with target.session(slots) as session:
-            yield from decode_rows(target, draft, session, draft.session(slots), rows, slots, *settings, clock)
-    else:
-        for row in rows:
-            with target.session() as session:
-                yield from decode_rows(target, draft, session, draft.session(), deque([row]), 1, *settings, clock)
+            yield from decode_rows(target, draft, session, draft.session(slots), group, slots, *settings, clock)
 
 
 def decode_rows(target, draft, session, drafting, waiting: deque, slots: int, max_new_tokens: int, temperature: float,
@@ -317,12 +303,11 @@ def decode_rows(target, draft, session, drafting, waiting: deque, slots: int, ma
             last, close = choose(logits) if greedy else sample(to_probabilities(logits, temperature), [row.generator])
             row.trace.near_ties += int(close)
             row.ids.append(int(last))
-            row.done = row.ids[-1] in stops or max_new_tokens <= 0
             rows.append(row)
             lap("prefill")
-        for i in reversed(range(len(rows))):
-            if rows[i].done:
-                yield rows[i].index, finish(rows[i], max_new_tokens, stops)
+        for i, row in reversed(list(enumerate(rows))):
+            if row.ids[-1] in stops or len(row.ids) > row.prompt + max_new_tokens:
+                yield row.index, finish(row, max_new_tokens, stops)
                 rows[i] = rows[-1]
                 rows.pop()
                 if many:
@@ -360,15 +345,10 @@ def decode_rows(target, draft, session, drafting, waiting: deque, slots: int, ma
             row.ids += proposal.tokens[0, :accepted].tolist()
             if not stopped:
                 row.ids.append(int(last))
-            row.start += length
-            row.done = stopped or row.ids[-1] in stops or row.start - row.prompt >= max_new_tokens
             lengths.append(length)
-        starts = [row.start for row in rows]
+        starts = [len(row.ids) - 1 for row in rows]
         session.rollback(starts if many else starts[0])
-        if many:
-            drafting.extend(seen.context[:, :max(lengths)], lengths)
-        else:
-            drafting.extend(seen.context[:, :lengths[0]])
+        drafting.extend(seen.context[:, :max(lengths)], lengths)
         lap("bookkeeping")
 
 

@@ -18,26 +18,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from decode import GREEDY_BELOW, choose, sample, to_probabilities
 from dspark import DSparkConfig, DSparkDraft, Layer, Supervision
 from layouts import FLASH2, draft_kind, read_values, speculative_tokens
-from objective import explain_nonfinite, global_sum, rows_per_slice, vocabulary_terms_chunked, vocabulary_terms_full
+from objective import global_sum, rows_per_slice, vocabulary_terms_chunked, vocabulary_terms_full
 
-# Trainers that keep the codebooks in nn.Embedding say `.weight`; checkpoints, engines and this class do not. Loading,
-# export and publishing all go through `serving_names`.
-CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 ADDED = ("attention_conv.", "mlp_conv.", "candidate_selector.")          # parts of DFlash2 that DFlash does not have
 
 
 def serving_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under the names that checkpoints and engines use; idempotent."""
-    return {name.removesuffix(".weight") if name.endswith(tuple(c + ".weight" for c in CODEBOOKS)) else name: tensor
-            for name, tensor in tensors.items()}
+    """The same tensors under the names of checkpoints, engines and the classes below. Trainers that keep the codebooks
+    in nn.Embedding say `.weight`; loading, export and publishing all come through here. Idempotent."""
+    return {name.replace("_codebook.weight", "_codebook"): tensor for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -54,10 +48,10 @@ class DFlash2Config(DSparkConfig):
 
     @classmethod
     def from_recipe(cls, recipe) -> "DFlash2Config":
-        more = {key: getattr(recipe, key) for key in FLASH2} if recipe.draft == "dflash2" else {}
-        values = dataclasses.asdict(DSparkConfig.from_recipe(dataclasses.replace(
-            recipe, markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False)))
-        return cls(**values, **more).validate()
+        off = {"markov_rank": 0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+        if recipe.draft == "dflash":
+            off |= {key: getattr(cls, key) for key in FLASH2}
+        return super().from_recipe(dataclasses.replace(recipe, **off))
 
     @property
     def slots(self) -> int:
@@ -184,10 +178,9 @@ class DFlash2Draft(DSparkDraft):
             elif isinstance(module, CandidateSelector):
                 for p in module.parameters():    # small: a fresh selector barely moves the logits
                     nn.init.normal_(p, std=0.02)
-        self.selector_weight = 1.0
+        self.l1_weight, self.gamma, self.selector_weight = 0.0, 7.0, 1.0         # cross entropies only
 
     def configure_objective(self, recipe) -> "DFlash2Draft":
-        self.ce_weight, self.l1_weight, self.confidence_weight = 1.0, 0.0, 0.0
         self.gamma = recipe.loss_decay_gamma if recipe.loss_decay_gamma > 0 else float("inf")
         self.selector_weight = recipe.selector_loss_weight
         return self
@@ -215,14 +208,23 @@ class DFlash2Draft(DSparkDraft):
         cap = self.config.final_logit_softcapping or 0
         return cap * torch.tanh(logits / cap) if cap > 0 else logits
 
+    def corrected(self, logits: Tensor, hidden: Tensor, previous: Tensor, state=None) -> tuple[Tensor, None]:
+        """As DSpark's: the selector's scores of the K candidates, -inf for all other tokens. So the probabilities that
+        lossless rejection divides by live on the candidates."""
+        if self.candidate_selector is None:
+            return logits, None
+        values, candidates = logits.topk(self.config.selector_top_k)
+        scores = self.candidate_selector(hidden, previous, candidates, values)
+        return torch.full_like(logits, -torch.inf).scatter(-1, candidates, scores), None
+
     def objective(self, hidden: Tensor, final: Tensor | None, sup: Supervision, denominator: Tensor,
                   dropped: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross entropy over valid slots + selector_weight * the selector's, each a weighted mean over all ranks."""
-        scales = (1 / denominator, 0.0)
         if self.chunk_blocks == 0 or self.config.final_logit_softcapping or self.config.output_multiplier != 1:
-            terms = vocabulary_terms_full(hidden, None, None, self.logits, None, sup, *scales)
+            terms = vocabulary_terms_full(hidden, None, None, self.logits, None, sup, 1 / denominator, 0.0)
         else:
-            terms = vocabulary_terms_chunked(hidden, None, None, self.lm_head, None, sup, *scales, self.chunk_blocks)
+            terms = vocabulary_terms_chunked(hidden, None, None, self.lm_head, None, sup, 1 / denominator, 0.0,
+                                             self.chunk_blocks)
         loss, v, correct = terms.loss, sup.valid, terms.agree
         sums = {"ce_loss": (sup.weight * terms.ce).sum(), "weight": sup.weight.sum(), "agree": (correct & v).sum(),
                 "valid": v.sum(), "blocks": v[..., 0].sum(), "nonfinite_tokens": dropped}
@@ -234,12 +236,8 @@ class DFlash2Draft(DSparkDraft):
                      "covered": covered.sum()}
             correct = correct.masked_scatter(v, chosen)
         sums["tau"] = (1 + (correct & v).cumprod(-1).sum(-1))[v[..., 0]].sum()
-        if not torch.isfinite(loss):
-            weights = {name: p for name, p in self.named_parameters() if not isinstance(p, DTensor)}
-            self.complaints.append(explain_nonfinite({"ce": torch.where(v, terms.ce, 0)}, denominator, {
-                "hidden": hidden, "lm_head.weight": self.lm_head.weight, "lm_head.bias": self.lm_head.bias} | weights))
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        return loss * world, self.metrics(sums)
+        loss = self.checked(loss, {"ce": terms.ce}, sup, denominator, {"hidden": hidden})
+        return loss, self.metrics(sums)
 
     def selector_terms(self, hidden: Tensor, sup: Supervision) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Per valid slot [R]: weight * CE over the K candidates, its weight, whether the choice is right, whether the
@@ -258,8 +256,7 @@ class DFlash2Draft(DSparkDraft):
         chosen = gold.gather(1, scores.detach().argmax(-1, keepdim=True)).squeeze(1)
         return weight * ce.nan_to_num(0, 0, 0), weight, chosen, covered
 
-    @staticmethod
-    def metrics(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    def metrics(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Global metrics, fresh and detached. `tau_greedy` is 1 + the leading slots of a block that are right, with
         labels as previous tokens: a training signal, not an accept length. `selector_lift` compares the selector with
         the plain argmax on the slots whose candidates hold the label."""
@@ -271,34 +268,6 @@ class DFlash2Draft(DSparkDraft):
                        "selector_coverage": s["covered"] / s["valid"].clamp(min=1),
                        "selector_lift": (s["selector_correct"] - s["selector_base"]) / s["covered"].clamp(min=1)}
         return result | {"nonfinite_tokens": s["nonfinite_tokens"], "blocks": s["blocks"]}
-
-    @torch.no_grad()
-    def walk(self, hidden: Tensor, last_token: Tensor, temperature: float, generators):
-        """Draft blocks from their rows [B, rows, H] behind last_token [B], left to right: tokens [B, n], near ties [B]
-        (see decode.py) and the probabilities [B, n, V] they were drawn from, None when greedy. With a selector these
-        live on the K candidates of each slot, and are what lossless rejection must divide by."""
-        rows = hidden[:, -self.config.slots:]
-        logits, tokens, probabilities, near, previous = self.logits(rows), [], [], 0, last_token       # [B, n, V]
-        if self.candidate_selector is not None:
-            values, candidates = logits.topk(self.config.selector_top_k)                      # [B, n, K]
-        for t in range(rows.shape[1]):
-            scores, among = logits[:, t], None
-            if self.candidate_selector is not None:
-                among = candidates[:, t]
-                scores = self.candidate_selector(rows[:, t], previous, among, values[:, t])
-            if temperature < GREEDY_BELOW:
-                previous, close = choose(scores)
-                if among is not None:
-                    previous = among.gather(1, previous[:, None])[:, 0]
-            else:
-                chosen = to_probabilities(scores, temperature)
-                if among is not None:
-                    chosen = torch.zeros_like(logits[:, t]).scatter_(1, among, chosen)
-                probabilities.append(chosen)
-                previous, close = sample(probabilities[-1], generators)
-            tokens.append(previous)
-            near = near + close.long()
-        return torch.stack(tokens, 1), near, torch.stack(probabilities, 1) if probabilities else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -64,16 +64,9 @@ class DSparkConfig:
 
     @classmethod
     def from_recipe(cls, recipe) -> "DSparkConfig":
-        return cls(
-            vocab_size=recipe.vocab_size, hidden_size=recipe.hidden_size, num_hidden_layers=recipe.num_draft_layers,
-            num_attention_heads=recipe.num_attention_heads, num_key_value_heads=recipe.num_key_value_heads,
-            head_dim=recipe.head_dim, intermediate_size=recipe.intermediate_size, block_size=recipe.block_size,
-            mask_token_id=recipe.mask_token_id, target_layer_ids=tuple(recipe.target_layer_ids),
-            num_target_layers=recipe.num_target_layers, rms_norm_eps=recipe.rms_norm_eps, rope_theta=recipe.rope_theta,
-            max_position_embeddings=recipe.max_position_embeddings, markov_rank=recipe.markov_rank,
-            markov_head_type=recipe.markov_head_type, enable_confidence_head=recipe.enable_confidence_head,
-            confidence_head_with_markov=recipe.confidence_head_with_markov, num_anchors=recipe.num_anchors,
-            eos_token_id=tuple(recipe.stop_token_ids)).validate()
+        """A recipe says the same under the same names, but for two."""
+        same = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(cls) if hasattr(recipe, f.name)}
+        return cls(**same, num_hidden_layers=recipe.num_draft_layers, eos_token_id=recipe.stop_token_ids).validate()
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> "DSparkConfig":
@@ -224,38 +217,28 @@ class ConfidenceHead(nn.Module):
 # Anchors and labels
 
 
-def sample_anchors(loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]:
+def sample_anchors(loss_mask: Tensor, num_anchors: int, seeds=None, lengths=None) -> tuple[Tensor, Tensor]:
     """Draw block anchors uniformly among positions whose token and whose first label are both supervised.
 
     loss_mask [B, S], nonzero where supervised. Returns anchors [B, N] (ascending, real ones first, dummies 0) and keep
     [B, N], N = the batch maximum of real anchors, at most num_anchors. Takes exactly one torch.rand(B, S-1) from the
-    default generator, as DeepSpec does, so that equal seeds give equal anchors; nothing is drawn when S < 2.
+    default generator, as DeepSpec does. With `seeds` and `lengths` (B ints each) every sample draws from a generator of
+    its own over its true length: its anchors then depend on neither padding, batch, rank nor world size.
     """
     B, S = loss_mask.shape
-    if S < 2:
-        empty = torch.zeros(B, 0, dtype=torch.long, device=loss_mask.device)
-        return empty, empty.bool()
-    return _pick_anchors(torch.rand(B, S - 1, device=loss_mask.device), loss_mask, num_anchors)
-
-
-def sample_anchors_seeded(loss_mask: Tensor, num_anchors: int, seeds, lengths) -> tuple[Tensor, Tensor]:
-    """As `sample_anchors`, with a generator per sample drawing over the sample's true length: a sample's anchors then
-    depend on neither padding, batch, rank nor world size. seeds, lengths: B ints."""
-    B, S = loss_mask.shape
-    noise = torch.full((B, max(S - 1, 0)), 2.0)
-    for b, (seed, length) in enumerate(zip(seeds, lengths, strict=True)):
-        noise[b, :max(int(length) - 1, 0)] = torch.rand(max(int(length) - 1, 0),
-                                                        generator=torch.Generator().manual_seed(int(seed)))
-    return _pick_anchors(noise.to(loss_mask.device), loss_mask, num_anchors)
-
-
-def _pick_anchors(noise: Tensor, loss_mask: Tensor, num_anchors: int) -> tuple[Tensor, Tensor]:
+    if seeds is None:
+        noise = torch.rand(B, max(S - 1, 0), device=loss_mask.device)
+    else:
+        noise = torch.full((B, max(S - 1, 0)), 2.0)
+        for row, seed, length in zip(noise, seeds, lengths, strict=True):
+            row[:length - 1] = torch.rand(length - 1, generator=torch.Generator().manual_seed(seed))
+        noise = noise.to(loss_mask.device)
     candidate = (loss_mask[:, :-1] != 0) & (loss_mask[:, 1:] != 0)                            # [B, S-1]
     counts = candidate.sum(1).clamp(max=num_anchors)
-    width = int(counts.max()) if counts.numel() else 0
+    width = int(counts.max())
     chosen = noise.masked_fill(~candidate, 2.0).argsort(1)[:, :width]
     keep = torch.arange(width, device=counts.device) < counts[:, None]
-    chosen = chosen.masked_fill(~keep, loss_mask.shape[1]).sort(1).values                     # dummies last
+    chosen = chosen.masked_fill(~keep, S).sort(1).values                                      # dummies last
     return chosen.masked_fill(~keep, 0), keep
 
 
@@ -331,12 +314,9 @@ class DSparkDraft(nn.Module):
         """`.to`, `.double` and the like reach embedding and head too, on copies: the target's own stay as they are."""
         super()._apply(fn, recurse)
         for i, module in enumerate(self._frozen):
-            weight = fn(module.weight.data)
-            if (weight.dtype, weight.device) != (module.weight.dtype, module.weight.device):
-                self._frozen[i] = twin = copy.copy(module)
-                twin._parameters = dict(module._parameters, weight=nn.Parameter(weight, requires_grad=False))
-                if getattr(module, "bias", None) is not None:
-                    twin._parameters["bias"] = nn.Parameter(fn(module.bias.data), requires_grad=False)
+            weight, converted = module.weight, fn(module.weight.data[:0])
+            if (converted.dtype, converted.device) != (weight.dtype, weight.device):
+                self._frozen[i] = copy.deepcopy(module)._apply(fn)
         return self
 
     @property
@@ -345,18 +325,17 @@ class DSparkDraft(nn.Module):
 
     @property
     def embed_tokens(self) -> nn.Module:
-        self._check_attached()
-        return self._frozen[0]
+        return self._borrowed()[0]
 
     @property
     def lm_head(self) -> nn.Linear:
-        self._check_attached()
-        return self._frozen[1]
+        return self._borrowed()[1]
 
-    def _check_attached(self) -> None:
+    def _borrowed(self) -> list[nn.Module]:
         if not self._frozen:
             raise RuntimeError("the draft has no embedding and head: its checkpoint holds none, call "
                                "draft.attach(target.embed_tokens, target.lm_head) first")
+        return self._frozen
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, dtype: torch.dtype | None = None, device="cpu") -> "DSparkDraft":
@@ -374,6 +353,20 @@ class DSparkDraft(nn.Module):
             raise ValueError(f"{where} does not fit this draft ({len(problems)} problems): " + "; ".join(problems[:8])
                              + (" ..." if len(problems) > 8 else ""))
         self.load_state_dict(tensors, assign=self.fc.weight.is_meta)
+
+    # -- decoding, a slot at a time
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., V], before anything is known about the token in front."""
+        return self.lm_head(hidden)
+
+    def corrected(self, logits: Tensor, hidden: Tensor, previous: Tensor, state=None) -> tuple[Tensor, Tensor | None]:
+        """Logits [..., V] of one slot, from hidden [..., H], given the token before it [...]; and the state of the rnn
+        head, None at the block's start."""
+        if self.markov_head is None:
+            return logits, None
+        latent, state = self.markov_head.step(previous, hidden, state)
+        return logits + self.markov_head.markov_w2(latent), state
 
     # -- forward passes
 
@@ -414,10 +407,9 @@ class DSparkDraft(nn.Module):
         """One training forward over the blocks of a batch.
 
         input_ids, loss_mask [B, S]; context [B, S, k*H] captured layers; final [B, S, H] the target's post-norm final
-        state (None only when l1_weight and the confidence loss are off). With `seeds` and `lengths` (B ints each)
-        every sample draws its anchors from a generator of its own, else from the default generator. Returns (loss,
-        metrics): the loss is this rank's share times the world size, so that averaged gradients are those of the
-        global mean; metrics are global, detached scalars.
+        state (None only when l1_weight and the confidence loss are off); seeds, lengths: see sample_anchors. Returns
+        (loss, metrics): the loss is this rank's share times the world size, so that averaged gradients are those of
+        the global mean; metrics are global, detached scalars.
         """
         if final is None and (self.l1_weight or (self.confidence_head and self.confidence_weight)):
             raise ValueError("the target's final state is needed unless l1_weight and the confidence loss are 0")
@@ -428,10 +420,7 @@ class DSparkDraft(nn.Module):
                 raise ValueError(f"{name} is {tuple(x.shape)}, this draft expects {want} for input_ids {shape}: "
                                  f"layers {list(self.config.target_layer_ids)} of a target of hidden size {H}")
         loss_mask, context, final, dropped = drop_nonfinite(loss_mask, context, final)
-        if seeds is None:
-            anchors, keep = sample_anchors(loss_mask, self.config.num_anchors)
-        else:
-            anchors, keep = sample_anchors_seeded(loss_mask, self.config.num_anchors, seeds, lengths)
+        anchors, keep = sample_anchors(loss_mask, self.config.num_anchors, seeds, lengths)
         if anchors.shape[1] == 0:                # no supervision: one dummy block keeps the ranks' collectives matched
             anchors, keep = (x.new_zeros(x.shape[0], 1) for x in (anchors, keep))
         sup = Supervision.build(input_ids, loss_mask, anchors, keep, self.config.slots, self.gamma)
@@ -447,16 +436,17 @@ class DSparkDraft(nn.Module):
         if final is not None:
             final = final.to(hidden.dtype)
         teacher = final if self.l1_weight or self.confidence_head else None
-        scales = (self.ce_weight / denominator, self.l1_weight / denominator)
-        if self.chunk_blocks == 0:
-            terms = vocabulary_terms_full(hidden, latent, w2, self.lm_head, teacher, sup, *scales)
-        else:
-            terms = vocabulary_terms_chunked(hidden, latent, w2, self.lm_head, teacher, sup, *scales, self.chunk_blocks)
+        args = (hidden, latent, w2, self.lm_head, teacher, sup, self.ce_weight / denominator,
+                self.l1_weight / denominator)
+        terms = (vocabulary_terms_full(*args) if self.chunk_blocks == 0 else
+                 vocabulary_terms_chunked(*args, self.chunk_blocks))
         accept = (1 - terms.l1 / 2).clamp(0, 1)                                               # c*, detached
         loss, v, w, logit, bce = terms.loss, sup.valid, sup.weight, None, torch.zeros_like(terms.ce)
         sums = {"ce_loss": (w * terms.ce).sum(), "l1_loss": (w * terms.l1).sum(), "weight": w.sum(),
                 "tau": (1 + (accept * v).cumprod(-1).sum(-1))[v[..., 0]].sum(), "blocks": v[..., 0].sum(),
                 "agree": (terms.agree & v).sum(), "valid": v.sum(), "nonfinite_tokens": dropped}
+        for t, (accepted, proposed) in enumerate(zip((v * accept).sum((0, 1)), v.sum((0, 1)), strict=True)):
+            sums |= {f"accepted@{t}": accepted, f"proposed@{t}": proposed}
         if self.confidence_head:
             embedded = self.markov_head.markov_w1(sup.previous) if self.confidence_head.with_markov else None
             logit = self.confidence_head(hidden, embedded)
@@ -466,29 +456,31 @@ class DSparkDraft(nn.Module):
             drift = (v * c).cumprod(-1) - (v * accept).cumprod(-1)
             sums |= {"confidence_loss": bce.detach().sum(), "confidence_abs_error": (w * (c - accept).abs()).sum(),
                      "confidence_bias": (w * (c - accept)).sum(), "confidence_cumprod_bias": (w * drift).sum()}
-        if not torch.isfinite(loss):             # the loop skips the step on all ranks and prints who was to blame
-            weights = {name: p for name, p in self.named_parameters() if not isinstance(p, DTensor)}
-            numerators = {"ce": terms.ce, "l1": terms.l1, "confidence": bce}
-            self.complaints.append(explain_nonfinite(
-                {name: torch.where(v, term, 0) for name, term in numerators.items()}, denominator,
-                {"hidden": hidden, "markov latent": latent, "confidence logit": logit, "final": final,
-                 "lm_head.weight": self.lm_head.weight, "lm_head.bias": self.lm_head.bias} | weights))
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        return loss * world, self.metrics(sums, (v * accept).sum((0, 1)), v.sum((0, 1)))
+        loss = self.checked(loss, {"ce": terms.ce, "l1": terms.l1, "confidence": bce}, sup, denominator, {
+            "hidden": hidden, "markov latent": latent, "confidence logit": logit, "final": final})
+        return loss, self.metrics(sums)
 
-    @staticmethod
-    def metrics(sums: dict[str, Tensor], accepted: Tensor, proposed: Tensor) -> dict[str, Tensor]:
+    def checked(self, loss: Tensor, numerators: dict[str, Tensor], sup: Supervision, denominator: Tensor,
+                inputs: dict[str, Tensor | None]) -> Tensor:
+        """The loss times the world size. If it is not finite, who was to blame is noted in `complaints`: the loop skips
+        the step on all ranks and prints it."""
+        if not torch.isfinite(loss):
+            weights = {name: p for name, p in self.named_parameters() if not isinstance(p, DTensor)}
+            self.complaints.append(explain_nonfinite(
+                {name: torch.where(sup.valid, term, 0) for name, term in numerators.items()}, denominator, inputs | {
+                    "lm_head.weight": self.lm_head.weight, "lm_head.bias": self.lm_head.bias} | weights))
+        return loss * (dist.get_world_size() if dist.is_initialized() else 1)
+
+    def metrics(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Global metrics from this rank's sums: one all-reduce, fresh detached tensors."""
-        flat = torch.stack([x.detach().double() for x in sums.values()])
-        flat = global_sum(torch.cat((flat, accepted.double(), proposed.double())))
-        s, K = dict(zip(sums, flat, strict=False)), len(accepted)
+        s = dict(zip(sums, global_sum(torch.stack([x.detach().double() for x in sums.values()])), strict=True))
         weighted = s["weight"] + 1e-6
         result = {k: s[k] / weighted for k in ("ce_loss", "l1_loss", "confidence_loss", "confidence_abs_error",
                                                "confidence_bias", "confidence_cumprod_bias") if k in s}
         result |= {"tau_probabilistic": s["tau"] / s["blocks"].clamp(min=1),
                    "agree": s["agree"] / s["valid"].clamp(min=1)}
-        rates = flat[len(sums):len(sums) + K] / flat[len(sums) + K:].clamp(min=1)
-        result |= {f"accept_rate@{t}": rates[t] for t in range(K)}
+        result |= {f"accept_rate@{t}": s[f"accepted@{t}"] / s[f"proposed@{t}"].clamp(min=1)
+                   for t in range(self.config.slots)}
         return result | {"nonfinite_tokens": s["nonfinite_tokens"], "blocks": s["blocks"]}
 
 

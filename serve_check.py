@@ -182,18 +182,11 @@ def gap(logits, token: int) -> float:
 def slot_logits(draft, hidden, previous):
     """Logits [n, V] of a block's n slots from its rows [K, H], given the token before each slot [n]."""
     import torch
-    rows = hidden[-draft.config.slots:]
-    if draft.config.layout == "deepspec":
-        logits = draft.lm_head(rows)
-        if draft.markov_head is not None:
-            logits = logits + draft.markov_head.markov_w2(draft.markov_head(previous[None], rows[None])[0])
-        return logits
-    logits = draft.logits(rows)
-    if draft.candidate_selector is None:
-        return logits
-    values, candidates = logits.topk(draft.config.selector_top_k)
-    scores = draft.candidate_selector(rows, previous, candidates, values)
-    return torch.full_like(logits, float("-inf")).scatter(1, candidates, scores)
+    rows, state, found = hidden[-draft.config.slots:], None, []
+    for logits, row, token in zip(draft.logits(rows), rows, previous, strict=True):
+        logits, state = draft.corrected(logits, row, token, state)
+        found.append(logits)
+    return torch.stack(found)
 
 
 def check_prompt(target, draft, ids: list[int], output: list[int], drafts: list[list[int]]) -> dict:

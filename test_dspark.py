@@ -23,14 +23,7 @@ from torch import Tensor, nn
 
 from capture import Captured, HFTarget
 from decode import DraftSession, Proposal, accept, speculative_decode
-from dspark import (
-    DSparkConfig,
-    DSparkDraft,
-    Supervision,
-    frozen_linear,
-    sample_anchors,
-    sample_anchors_seeded,
-)
+from dspark import DSparkConfig, DSparkDraft, Supervision, frozen_linear, sample_anchors
 from eval_deepspec import acceptance_metrics
 
 HERE = Path(__file__).parent
@@ -58,15 +51,17 @@ def head_config(head: str) -> dict:
             "enable_confidence_head": True, "confidence_head_with_markov": head != "none"}
 
 
-def make_draft(seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 0.5, **changes) -> DSparkDraft:
-    """A draft with weights large enough that every part of it matters, and an embedding and head of its own."""
-    config = dataclasses.replace(SMALL, **changes).validate()
+def make_draft(seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 0.5, config: DSparkConfig = SMALL,
+               kind: type = DSparkDraft, **changes):
+    """A draft with weights large enough that every part of it matters (at scale 0: as it comes from its
+    initialisation), and an embedding and head of its own."""
+    config = dataclasses.replace(config, **changes).validate()
     generator = torch.Generator().manual_seed(seed)
-    draft = DSparkDraft(config).to(dtype).eval()
+    draft = kind(config).to(dtype).eval()
     with torch.no_grad():
-        for p in draft.parameters():
+        for p in draft.parameters() if scale else ():
             p.copy_(scale * torch.randn(p.shape, generator=generator))
-        for module in draft.modules():
+        for module in draft.modules() if scale else ():
             if isinstance(module, nn.RMSNorm):
                 module.weight.add_(1)
     tables = torch.randn(2, config.vocab_size, config.hidden_size, generator=generator).to(dtype)
@@ -246,8 +241,11 @@ def test_backbone_equals_the_loop(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
 def test_decoding_makes_the_rows_of_training(shape):
+    check_session(make_draft(3, torch.float64, **SHAPES[shape]))
+
+
+def check_session(draft: DSparkDraft) -> None:
     """A session fed piece by piece, growing on the way, gives the rows of a block anchored at its length."""
-    draft = make_draft(3, torch.float64, **SHAPES[shape])
     ids, captured, _, _ = make_batch(draft, B=1, S=20, seed=4)
     session = DraftSession(draft, room=2)
     for stop in (1, 4, 5, 13, 19):
@@ -259,8 +257,11 @@ def test_decoding_makes_the_rows_of_training(shape):
 
 @torch.no_grad()
 def test_nothing_leaks_into_a_block():
+    check_visibility(make_draft(5))
+
+
+def check_visibility(draft: DSparkDraft) -> None:
     """A block's rows are, to the bit, a function of its own token and of the context rows before its anchor."""
-    draft = make_draft(5)
     ids, captured, _, _ = make_batch(draft, B=1, S=24, seed=6)
     anchors = torch.tensor([[2, 3, 4, 8, 9, 10, 13, 20]])
     keep = torch.ones_like(anchors, dtype=torch.bool)
@@ -310,16 +311,16 @@ def test_seeded_anchors_do_not_depend_on_the_batch():
     for b, n in enumerate(lengths):
         mask[b, :n] = torch.rand(n, generator=generator) < 0.8
     before = torch.get_rng_state()
-    anchors, keep = sample_anchors_seeded(mask, 6, seeds, lengths)
+    anchors, keep = sample_anchors(mask, 6, seeds, lengths)
     order = [3, 1, 0, 2]
-    shuffled, shuffled_keep = sample_anchors_seeded(mask[order, :33], 6, [seeds[b] for b in order],
+    shuffled, shuffled_keep = sample_anchors(mask[order, :33], 6, [seeds[b] for b in order],
                                                     [lengths[b] for b in order])
     assert torch.equal(shuffled, anchors[order]) and torch.equal(shuffled_keep, keep[order])
     for b, n in enumerate(lengths):
-        alone, _ = sample_anchors_seeded(mask[b:b + 1, :n], 6, seeds[b:b + 1], [n])
+        alone, _ = sample_anchors(mask[b:b + 1, :n], 6, seeds[b:b + 1], [n])
         assert alone[0].tolist() == anchors[b][keep[b]].tolist()
     assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(sample_anchors_seeded(mask, 6, [1, 2, 3, 4], lengths)[0], anchors)
+    assert not torch.equal(sample_anchors(mask, 6, [1, 2, 3, 4], lengths)[0], anchors)
 
 
 @pytest.mark.parametrize("K", [1, 3, 7])
@@ -397,7 +398,7 @@ def test_objective_equals_the_loop(head, chunk_blocks):
     batch = make_batch(draft, B=3, S=18, seed=8)
     batch[2][2] = 0
     seeds, lengths = [1, 2, 3], [18, 18, 18]
-    anchors, keep = sample_anchors_seeded(batch[2], draft.config.num_anchors, seeds, lengths)
+    anchors, keep = sample_anchors(batch[2], draft.config.num_anchors, seeds, lengths)
     with torch.no_grad():
         hidden = draft.backbone(batch[0], batch[1], anchors, keep)
         loss, metrics = draft(*batch, seeds=seeds, lengths=lengths)
@@ -467,7 +468,7 @@ def test_gradients_are_those_of_the_loss(head, chunk_blocks):
     without = torch.autograd.grad(loss(*values), values, allow_unused=True, materialize_grads=True)
     assert torch.autograd.gradcheck(loss, values)
 
-    anchors, keep = sample_anchors_seeded(batch[2], draft.config.num_anchors, **where)
+    anchors, keep = sample_anchors(batch[2], draft.config.num_anchors, **where)
 
     def slots():
         return [s for block in naive_slots(draft, draft.backbone(*batch[:2], anchors, keep), batch, anchors, keep)
@@ -577,7 +578,7 @@ class LookupTarget:
             ids.append(int(self.probabilities(ids[-2] if len(ids) > 1 else 5, ids[-1]).argmax()))
         return ids
 
-    def session(self) -> "LookupSession":
+    def session(self, slots: int = 1) -> "LookupSession":
         return LookupSession(self)
 
 
@@ -619,7 +620,7 @@ class MemoSession:
     def __init__(self, draft: DSparkDraft, memo: dict):
         self.draft, self.memo, self.pieces, self.key = draft, memo, [], ()
 
-    def extend(self, captured: Tensor) -> None:
+    def extend(self, captured: Tensor, counts: list[int] | None = None) -> None:
         self.pieces.append(captured)
         self.key += tuple(captured[0, :, 0].tolist())        # one channel tells the states of the table apart
 
@@ -643,10 +644,14 @@ def chi_square_p(counts: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("runs, threshold, head", [(20_000, 0.0, "vanilla"), (8_000, 0.5, "gated")])
 def test_sampling_is_lossless(runs, threshold, head):
-    """The first three generated tokens of 20,000 seeded runs follow the target's exact distribution, however bad the
-    draft is and wherever its confidence cuts the proposals."""
-    target, draft, prompt, memo = LookupTarget(), bad_draft(head), [1, 3], {}
-    draft.session = lambda: MemoSession(draft, memo)
+    assert check_lossless(bad_draft(head), runs, threshold) == ({0, 1, 2, 3} if threshold else {3})
+
+
+def check_lossless(draft: DSparkDraft, runs: int, threshold: float = 0.0) -> set[int]:
+    """The first three generated tokens of many seeded runs follow the target's exact distribution, however bad the
+    draft is and wherever its confidence cuts the proposals; returns the lengths of these."""
+    target, prompt, memo = LookupTarget(), [1, 3], {}
+    draft.session = lambda slots: MemoSession(draft, memo)
     counts, lengths, proposed = torch.zeros(125), 0, set()
     for seed in range(runs):
         torch.default_generator.manual_seed(seed)            # torch.manual_seed costs as much as a decoding step
@@ -658,10 +663,10 @@ def test_sampling_is_lossless(runs, threshold, head):
         proposed |= set(trace.proposal_lengths)
     exact = torch.tensor([float(target.probabilities(1, 3)[a] * target.probabilities(3, a)[b]
                                 * target.probabilities(a, b)[c]) for a in range(5) for b in range(5) for c in range(5)])
-    assert 1.2 < lengths / runs < 2.5            # the draft is bad, but not useless: both outcomes are exercised
-    assert proposed == ({3} if threshold == 0 else {0, 1, 2, 3})
+    assert 1.1 < lengths / runs < 2.8            # the draft is bad, but not useless: both outcomes are exercised
     assert chi_square_p(counts, exact * runs) > 1e-3
     assert chi_square_p(counts, (0.9 * exact + 0.1 / 125) * runs) < 1e-6     # the test would notice a tenth of noise
+    return proposed
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
@@ -764,17 +769,12 @@ def test_a_draft_survives_its_file(tmp_path, saved_draft, prefix):
     (lambda t: without(t, "embed_tokens.weight"), "lm_head.weight without embed_tokens.weight"),
     (lambda t: t | {"embed_tokens.weight": torch.ones(4, 8)}, r"embed_tokens is \(4, 8\)"),
     (lambda t: t | {"module.norm.weight": torch.ones(8)}, "norm.weight twice"),
+    (lambda t: without(t, "norm.weight") | {"strange": torch.ones(1), "fc.weight": torch.ones(1)},
+     "3 problems.*missing norm.weight.*unknown strange.*fc.weight is"),
 ])
 def test_a_file_that_does_not_fit_is_named(tmp_path, saved_draft, edit, message):
     with pytest.raises(ValueError, match=message):
         DSparkDraft.from_pretrained(write_draft(tmp_path, saved_draft, edit))
-
-
-def test_every_problem_of_a_file_is_named_at_once(tmp_path, saved_draft):
-    write_draft(tmp_path, saved_draft, lambda t: without(t, "norm.weight") | {"strange": torch.ones(1),
-                                                                             "fc.weight": torch.ones(1)})
-    with pytest.raises(ValueError, match="3 problems.*missing norm.weight.*unknown strange.*fc.weight is"):
-        DSparkDraft.from_pretrained(tmp_path)
 
 
 def test_a_tied_head_is_the_embedding_and_a_bare_draft_borrows_both(tmp_path, saved_draft):
@@ -826,7 +826,7 @@ def test_a_config_that_makes_no_sense_is_refused(tmp_path, saved_draft, change, 
 
 class Untouchable(LookupTarget):
     """A target that must not be asked for anything."""
-    def session(self):
+    def session(self, slots: int = 1):
         raise AssertionError("the target was asked to compute")
 
 
@@ -896,17 +896,13 @@ def test_a_training_batch_of_the_wrong_shape_is_refused():
 
 @pytest.mark.slow
 def test_smollm2_greedy_decoding_is_plain_greedy_decoding():
-    """20 prompts of 128 tokens in fp32 with a random draft: the tokens are those of `generate` in data_glm.py, which
-    decodes all prompts as one batch, a token at a time, and shares no loop with eval_deepspec.py.
-
-    A verification pass computes eight rows where plain decoding computes one, so their logits agree to rounding only
-    (about 1e-5) and a tie closer than that could fall either way. None of these prompts meets one, hence equality
-    without exception; should the outputs part, the message says how far apart the two best logits are.
-    """
+    """20 prompts of 128 tokens in fp32 with a random draft: the tokens are those of `generate` in regen.py, which
+    decodes all prompts as one batch, a token at a time, and shares no loop with decode.py. Two logits within rounding
+    (1e-5) could fall either way; no prompt here meets such a tie."""
     from transformers import AutoTokenizer
 
-    from data_glm import generate
     from recipe import SMOLLM2_DEMO
+    from regen import generate
     from targets import target_path
     folder, length = target_path(SMOLLM2_DEMO), 128
     target = HFTarget.from_pretrained(folder, SMOLLM2_DEMO.target_layer_ids, dtype=torch.float32)
@@ -920,12 +916,7 @@ def test_smollm2_greedy_decoding_is_plain_greedy_decoding():
     for i, ids in enumerate(prompts):
         trace = speculative_decode(target, draft, torch.tensor([ids]), max_new_tokens=length, temperature=0.0,
                                    stop_token_ids=None)
-        new = trace.output_ids[len(ids):]
-        if new != plain[i]:
-            at = next(n for n, (a, b) in enumerate(zip(new, plain[i], strict=True)) if a != b)
-            state = target.capture(torch.tensor([ids + new[:at]])).final[0, -1]
-            best = target.lm_head(state).topk(2).values
-            pytest.fail(f"prompt {i} parts at token {at}, where the two best logits are {best[0] - best[1]:.1e} apart")
+        assert trace.output_ids[len(ids):] == plain[i], f"prompt {i}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -952,8 +943,8 @@ MUTATIONS = [
      "        with torch.enable_grad():\n            index", "teacher_is_a_constant"),
     ("teacher not detached (accept rate)", "objective.py", "Terms(loss, ce.detach(), l1.detach(), agree)",
      "Terms(loss, ce.detach(), l1, agree)", "gradients_are_those"),
-    ("anchors unsorted", "dspark.py", "chosen.masked_fill(~keep, loss_mask.shape[1]).sort(1).values",
-     "chosen.masked_fill(~keep, loss_mask.shape[1])", "anchors_equal"),
+    ("anchors unsorted", "dspark.py", "chosen.masked_fill(~keep, S).sort(1).values", "chosen.masked_fill(~keep, S)",
+     "anchors_equal"),
     ("candidates to S-K", "dspark.py", "(loss_mask[:, :-1] != 0) & (loss_mask[:, 1:] != 0)",
      "(loss_mask[:, :-1] != 0) & (loss_mask[:, 1:] != 0) & (torch.arange(-loss_mask.shape[1], -1) <= -7)",
      "anchors_equal"),
