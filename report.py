@@ -113,8 +113,7 @@ def report(recipe: Recipe, out: Path) -> None:
     draw(lines, found, f"{recipe.name}: a {recipe.draft} draft for {recipe.target}", out / "report.png")
     print(f"\ntraining: {training['steps']} steps, {key} {tau[0]:.3f} -> {tau[-1]:.3f} (smoothed)")
     for name, result in found.items():
-        slots = len(next(iter(result["metrics"].values()))["accept_rate"])
-        print(f"\n{name.removeprefix('eval-')}\n{table(result['metrics'], slots)}")
+        print(f"\n{name.removeprefix('eval-')}\n{table(result['metrics'])}")
     print(f"\n{out / 'report.png'}\n{out / 'results.json'}")
 
 

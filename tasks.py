@@ -117,18 +117,19 @@ def hub_rows(repo: str, *patterns: str) -> Iterator[dict]:
             yield row
 
 
-# task: (row -> turns, rows)
+# task: (row -> turns, where its rows are, a function that yields them or the files of the Hugging Face data set)
 BUILDERS = {
-    "gsm_symbolic": (lambda text: [text], lambda: gsm_symbolic(TEST_SEED, CAPS["gsm_symbolic"])),
-    "humaneval": (humaneval, human_eval_rows),
-    "gsm8k": (question, lambda: hub_rows("openai/gsm8k", "main/test*.parquet")),
-    "math500": (problem, lambda: hub_rows("HuggingFaceH4/MATH-500", "test*.jsonl", "data/test*.parquet")),
-    "aime25": (problem, lambda: hub_rows("MathArena/aime_2025", "data/*.parquet")),
-    "mbpp": (prompt, lambda: hub_rows("google-research-datasets/mbpp", "sanitized/test*.parquet")),
-    "livecodebench": (livecodebench, lambda: hub_rows("livecodebench/code_generation_lite", "test*.jsonl")),
-    "mt-bench": (prompt, lambda: hub_rows("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl")),
-    "alpaca": (alpaca, lambda: hub_rows("tatsu-lab/alpaca", "data/train*.parquet")),
-    "arena-hard-v2": (prompt, lambda: hub_rows("lmarena-ai/arena-hard-auto", "data/arena-hard-v2.0/question.jsonl")),
+    "gsm_symbolic": (lambda text: [text], "made by reasoning-gym, offline",
+                     lambda: gsm_symbolic(TEST_SEED, CAPS["gsm_symbolic"])),
+    "humaneval": (humaneval, "package human-eval, offline", human_eval_rows),
+    "gsm8k": (question, "openai/gsm8k", ["main/test*.parquet"]),
+    "math500": (problem, "HuggingFaceH4/MATH-500", ["test*.jsonl", "data/test*.parquet"]),
+    "aime25": (problem, "MathArena/aime_2025", ["data/*.parquet"]),
+    "mbpp": (prompt, "google-research-datasets/mbpp", ["sanitized/test*.parquet"]),
+    "livecodebench": (livecodebench, "livecodebench/code_generation_lite", ["test*.jsonl"]),
+    "mt-bench": (prompt, "HuggingFaceH4/mt_bench_prompts", ["raw/question.jsonl"]),
+    "alpaca": (alpaca, "tatsu-lab/alpaca", ["data/train*.parquet"]),
+    "arena-hard-v2": (prompt, "lmarena-ai/arena-hard-auto", ["data/arena-hard-v2.0/question.jsonl"]),
 }
 OFFLINE = ("gsm_symbolic", "humaneval")
 
@@ -144,9 +145,10 @@ def build_tasks(names: tuple[str, ...], folder: Path = TASKS) -> list[str]:
             if path.is_file():
                 print(f"task {name}: {path} (already there)")
                 continue
-            turns_of, rows = BUILDERS[name]
+            turns_of, source, files = BUILDERS[name]
             try:
-                lines = [json.dumps({"turns": turns_of(row)}, ensure_ascii=False) + "\n" for row in rows()]
+                rows = files() if callable(files) else hub_rows(source, *files)
+                lines = [json.dumps({"turns": turns_of(row)}, ensure_ascii=False) + "\n" for row in rows]
             except (OSError, KeyError) as error:
                 what = f"its data set has no column {error}" if isinstance(error, KeyError) else error
                 print(f"task {name}: could not be fetched ({what}); `python data_glm.py tasks {name}` tries again, or "
@@ -158,3 +160,13 @@ def build_tasks(names: tuple[str, ...], folder: Path = TASKS) -> list[str]:
             write_atomic(noted, json.dumps(hashes, indent=2) + "\n")
             print(f"task {name}: {path}, {len(lines)} prompts, sha256 {hashes[name][:16]}")
     return missing
+
+
+def list_tasks(folder: Path) -> str:
+    """Tasks, what is on disk, DeepSpec's caps, and where each file comes from."""
+    lines = [f"{'task':<14} {'prompts':>8} {'cap':>5}  from"]
+    for name in [*BUILDERS, *sorted({p.stem for p in folder.glob("*.jsonl")} - set(BUILDERS))]:
+        there = len(load_task(name, folder)) if (folder / f"{name}.jsonl").is_file() else "-"
+        source = BUILDERS[name][1] if name in BUILDERS else "a file put there by hand"
+        lines.append(f"{name:<14} {there:>8} {CAPS.get(name, '-'):>5}  {source}")
+    return "\n".join(lines)

@@ -244,7 +244,7 @@ def test_a_task_that_cannot_be_fetched_names_the_command_and_costs_nothing_else(
     def offline(*args, **kwargs):
         raise ConnectionError("no network\nsecond line")
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    monkeypatch.setitem(tasks.BUILDERS, "mbpp", (tasks.prompt, lambda: iter([{"text": "another column"}])))
+    monkeypatch.setitem(tasks.BUILDERS, "mbpp", (tasks.prompt, "x", lambda: [{"text": "another column"}]))
     assert tasks.build_tasks(("math500", "mbpp", "humaneval"), tmp_path) == ["math500", "mbpp"]
     said = capsys.readouterr().out
     assert "task math500: could not be fetched (the dataset HuggingFaceH4/MATH-500" in said

@@ -239,9 +239,14 @@ def test_batches_and_options_of_the_command(trained, monkeypatch, capsys):
     again = evaluate("out/one", limit=10, batch_size=4)      # from the journal: nobody knows how fast this batch is
     assert timeless(again) == timeless(one) and again["metrics"]["gsm_symbolic"]["tokens_per_s"] is None
     assert capsys.readouterr().out.splitlines()[-2].endswith(" -")
-    cut = evaluate("out/cut", limit=10, confidence_threshold=0.9)
-    assert cut["metrics"]["overall"]["draft_tokens_per_proposal"] < TINY.block_size
-    capsys.readouterr()
+    surest = max(s["confidence_logits"][0][0] for s in one["samples"]["gsm_symbolic"])       # of any first proposal
+    cut = evaluate("out/cut", limit=10, confidence_threshold=1 / (1 + np.exp(0.001 - surest)))
+    proposed = max(n for s in cut["samples"]["gsm_symbolic"] for n in s["proposal_lengths"])
+    rates = cut["metrics"]["gsm_symbolic"]["accept_rate"]
+    assert 0 < proposed < TINY.block_size
+    assert [x is None for x in rates] == [k >= proposed for k in range(TINY.block_size)]
+    [row] = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("gsm_symbolic")]
+    assert row[4:-2] == ["-" if x is None else f"{x:.3f}" for x in rates]
     monkeypatch.setattr(sys, "argv", ["eval_deepspec.py", "--list"])
     eval_deepspec.main()
     lines = capsys.readouterr().out.splitlines()
@@ -269,6 +274,21 @@ def test_a_config_that_was_edited_is_evaluated_anew(trained, monkeypatch):
     assert config.read_text().count('"mask_token_id": 300') == 2
     config.write_text(config.read_text().replace('"mask_token_id": 300', '"mask_token_id": 65'))
     after, fresh = evaluate("out/edited", **given), evaluate("out/edited-fresh", **given)
+    assert timeless(after["samples"]) == timeless(fresh["samples"]) != timeless(before["samples"])
+
+
+def test_another_target_at_the_same_place_is_evaluated_anew(trained, monkeypatch):
+    from safetensors.torch import load_file, save_file
+    monkeypatch.chdir(trained)
+    home = Path(shutil.copytree(target_path(TINY), "moving"))
+    given = {"target": str(home), "temperature": 0.0}
+    before = evaluate("out/moving", **given)
+    assert timeless(evaluate("out/moving", **given)) == timeless(before)
+    assert len(list(Path("out/moving").glob("samples-*"))) == 1                      # taken over, nothing decoded
+    tensors = load_file(home / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(1, 0)
+    save_file(tensors, home / "model.safetensors", metadata={"format": "pt"})
+    after, fresh = evaluate("out/moving", **given), evaluate("out/moving-fresh", **given)
     assert timeless(after["samples"]) == timeless(fresh["samples"]) != timeless(before["samples"])
 
 
