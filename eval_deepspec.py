@@ -1,7 +1,7 @@
 """Accept length, measured as DeepSpec measures it: propose, verify, accept, commit, over task files.
 
 decode.py is the protocol; this file runs it over prompts, sums integers and writes them down. Only what that loop
-counts is called accept length. Read next: decode.py, data_glm.py (task files, stop ids), calibrate.py (what the
+counts is called accept length. Read next: decode.py, tasks.py (the prompts), calibrate.py (what the
 confidence head is worth), schedule.py (how long proposals should be under load).
 """
 import argparse
@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from corpus import write_atomic
+from corpus import drop_torn_line, read_rows, write_atomic
 from decode import Clock, NoDraft, Trace, check_pair, decode, speculative_decode  # noqa: F401
 from ranks import gather
 from targets import plain_errors
+from tasks import BUILDERS, TASKS, build_tasks, list_tasks, load_task
 
 LISTS = ("acceptance_lengths", "proposal_lengths", "accepted_draft_lengths")     # of a Trace, in its order
 DECODING = ("max_new_tokens", "temperature", "stop_token_ids", "confidence_threshold", "confidence_temperatures")
@@ -59,7 +60,7 @@ def summarise(samples: list[dict], block_size: int, batch_size: int) -> dict:
 
 def encode_task(name: str, tokenizer, settings: dict, draft, folder) -> tuple[dict[int, torch.Tensor], list[int]]:
     """Prompts [1, S] of a task by index, and the indices of those that leave no room below the target's length."""
-    from data_glm import encode_prompt, load_task
+    from chat import encode_prompt
     texts = load_task(name, folder, settings["limit"], settings["seed"])
     prompts = {i: encode_prompt(text, tokenizer, settings["chat_family"]) for i, text in enumerate(texts)}
     room = settings["max_length"] - settings["max_new_tokens"] - draft.config.block_size
@@ -70,8 +71,8 @@ def encode_task(name: str, tokenizer, settings: dict, draft, folder) -> tuple[di
     return {i: ids for i, ids in prompts.items() if i not in set(too_long)}, too_long
 
 
-def decode_task(name: str, target, draft, tokenizer, settings: dict, journal: "Journal | None" = None,
-                stop=lambda: False, folder="eval_datasets") -> list[dict]:
+def decode_task(name: str, target, draft, tokenizer, settings: dict, folder, journal: "Journal | None" = None,
+                stop=lambda: False) -> list[dict]:
     """Decode the prompts of one task, shared out over the replicas, and gather the samples on every process.
 
     A replica is a process, or the processes over which an engine spreads its target. Prompt i gets seed `seed + i`.
@@ -128,23 +129,19 @@ def make_settings(recipe, target, tokenizer, draft, **changes) -> dict:
     return settings | {k: v for k, v in changes.items() if v is not None}
 
 
-def evaluate(target, draft, recipe, stop=lambda: False, folder="eval_datasets") -> dict[str, dict]:
-    """Evaluation inside training: the recipe's tasks, its number of prompts, the final protocol and seed; metrics by
-    task.
-
-    The prompts are prefixes of the final evaluation's. All ranks take part in the same tasks, or nobody starts.
+def evaluate(target, draft, recipe, stop) -> dict[str, dict]:
+    """Evaluation inside training: metrics by task, by the final protocol and seed, over the recipe's number of prompts,
+    the first ones of the final evaluation; stop() abandons it. All ranks take part in the same tasks, or nobody starts.
     """
     from transformers import AutoTokenizer
 
     from targets import target_path
     tokenizer = AutoTokenizer.from_pretrained(target_path(recipe))
-    tasks = agree_on_tasks(recipe.eval_tasks, folder)
-    settings = make_settings(recipe, target, tokenizer, draft, limit=recipe.eval_limit)
-    results = {}
-    for name in tasks:
+    settings, results = make_settings(recipe, target, tokenizer, draft, limit=recipe.eval_limit), {}
+    for name in agree_on_tasks(recipe.eval_tasks, TASKS):
         if any(gather(stop())):                  # all ranks or none: the rest is collective
             break
-        samples = decode_task(name, target, draft, tokenizer, settings, stop=stop, folder=folder)
+        samples = decode_task(name, target, draft, tokenizer, settings, TASKS, stop=stop)
         if samples:
             results[name] = summarise(samples, draft.config.slots, settings["batch_size"])
     return results
@@ -175,7 +172,6 @@ class Journal:
     """
 
     def __init__(self, out: Path, key: str):
-        from data_glm import drop_torn_line, read_rows
         self.lines, rank = {}, dist.get_rank()
         for path in sorted(out.glob(f"samples-{key}.*.jsonl")):
             drop_torn_line(path)                 # its sample is decoded again
@@ -197,7 +193,6 @@ class Journal:
 
 
 def write_json(path: Path, value) -> None:
-    """Whole or not at all."""
     write_atomic(path, [json.dumps(value, indent=1)])
 
 
@@ -323,12 +318,10 @@ def run(options) -> dict:
 
     import calibrate
     from capture import load_target
-    from data_glm import load_task
     from export import refuse_errors
     from ranks import alone_in, first_here_then_others, start_world
     from recipe import DEFAULT
     from targets import target_path
-    from tasks import BUILDERS, build_tasks
     options = argparse.Namespace(**vars(parser().parse_args([])) | vars(options))
     check_options(options)
     world = start_world()
@@ -360,7 +353,7 @@ def run(options) -> dict:
     with alone_in(out, world):
         journal = Journal(out, journal_key(settings, hashes, draft.config, path))
         for name in names:
-            found = decode_task(name, target, draft, tokenizer, settings, journal, folder=options.datasets)
+            found = decode_task(name, target, draft, tokenizer, settings, options.datasets, journal)
             samples[name] = [s for s in found if settings["limit"] is None or s["index"] < settings["limit"]]
             results[name] = summarise(samples[name], slots, batch)
             everything = [s for part in samples.values() for s in part]
@@ -394,7 +387,7 @@ def journal_key(settings: dict, draft: list[str], config, target: Path) -> str:
     weights, its config, the target's files. These may hold hundreds of gigabytes: their sizes and times stand for them,
     as process 0 sees them, since nodes with disks of their own have other times."""
     files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(target.iterdir()) if f.is_file()]
-    parts = gather([settings | {"limit": None, "batch_size": None}, draft, repr(config), str(target), files])[0]
+    parts = gather([settings | {"limit": None, "batch_size": None}, draft, repr(config), files])[0]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
@@ -440,7 +433,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--speedup", action="store_true", help="measure against plain decoding, in turns")
     p.add_argument("--tensorboard", action="store_true", help="scalars into tensorboard/ of the output folder")
     p.add_argument("--list", action="store_true", help="the tasks, their sizes and sources")
-    p.add_argument("--datasets", default="eval_datasets", help="folder of the task files")
+    p.add_argument("--datasets", default=str(TASKS), help="folder of the task files")
     p.add_argument("--out", help="folder for results.json; default: eval/ in the checkpoint")
     return p
 
@@ -450,7 +443,6 @@ def main() -> None:
     try:
         with plain_errors(ValueError, code=2):
             if options.list:
-                from tasks import list_tasks
                 print(list_tasks(Path(options.datasets)))
             else:
                 run(options)
