@@ -23,7 +23,8 @@ import torch
 from calibrate import observations, survival
 from targets import plain_errors
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)       # tokens per verification that are measured
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)       # tokens per verification that are measured, about
+TURNS = 10
 CONCURRENCY = (1, 2, 4, 8, 16, 32)
 CONTEXT = 128                                    # committed tokens of every measured row
 
@@ -56,19 +57,20 @@ def schedule(survivals: list[list[float]], steps_per_second: Callable[[int], flo
 
 
 @torch.inference_mode()
-def profile(target, draft, repeats: int = 9) -> dict:
+def profile(target, draft) -> dict:
     """The cost table {"verify": [[tokens, seconds], ...], "draft": [[requests, seconds], ...]}: a pass of the target
-    with its head over so many tokens in rows of up to one block, and a proposal for so many requests.
+    with its head over so many tokens in equal rows of up to one block, and a proposal for so many requests.
 
-    All sizes in turns, the fastest turn of each: what a machine does beside it only adds. For the same reason a size
-    never costs more than a larger one.
+    All sizes in turns, the fastest of TURNS of each: what a machine does beside it only adds. For the same reason a
+    size never costs more than a larger one.
     """
     from decode import propose
     K = draft.config.slots + 1
 
     def measured(sizes, prepare):
-        runs, best = [prepare(size) for size in sizes], [float("inf")] * len(sizes)
-        for _ in range(repeats + 1):
+        sizes, runs = zip(*map(prepare, sizes), strict=True)
+        best = [float("inf")] * len(sizes)
+        for _ in range(TURNS):
             for i, run in enumerate(runs):
                 start = time.perf_counter()
                 run()
@@ -93,12 +95,12 @@ def profile(target, draft, repeats: int = 9) -> dict:
         def run():
             target.lm_head(session.extend(ids).final).argmax(-1)
             session.rollback(CONTEXT)
-        return run
+        return ids.numel(), run                  # `size`, or a little more where it does not split into equal rows
 
     def drafted(size):
         _, drafting = open_sessions(size)
         last = torch.zeros(size, 1, dtype=torch.long, device=target.device)
-        return lambda: propose(draft, drafting, last, 0.0, 0.0, [None] * size)
+        return size, lambda: propose(draft, drafting, last, 0.0, 0.0, [None] * size)
 
     print("tokens verified at once")
     table = {"verify": measured(SIZES, verify)}
@@ -118,13 +120,15 @@ def seconds_for(rows: list[list[float]], size: float) -> float:
 # A load made of recorded proposals
 
 
-def simulate(claimed: np.ndarray, accepted: np.ndarray, costs: dict, requests: int, policy: str,
-             threshold: float = 0.5, steps: int = 400) -> float:
+POLICIES = ("plain", "fixed", "threshold", "scheduled")      # no draft, all K slots, survival >= THRESHOLD, `schedule`
+THRESHOLD, STEPS = 0.5, 400
+
+
+def simulate(claimed: np.ndarray, accepted: np.ndarray, costs: dict, requests: int, policy: str) -> float:
     """Tokens per second of `requests` that always have work, each walking through recorded proposals.
 
     claimed [P, K]: survival probabilities; accepted [P]: drafted tokens that the target accepted when all K were
-    verified. A proposal cut to n yields min(accepted, n) + 1 tokens. policy: "plain" (no draft at all), "fixed",
-    "threshold" (cut before the first slot whose survival is below) or "scheduled".
+    verified. A proposal cut to n yields min(accepted, n) + 1 tokens. policy: one of POLICIES.
     """
     P, K = claimed.shape
     draft = 0.0 if policy == "plain" else seconds_for(costs["draft"], requests)
@@ -133,13 +137,14 @@ def simulate(claimed: np.ndarray, accepted: np.ndarray, costs: dict, requests: i
         return draft + seconds_for(costs["verify"], n)
 
     tokens = clock = 0.0
-    for step in range(steps):
+    for step in range(STEPS):
         rows = (np.arange(requests) * P // requests + step) % P
         if policy == "scheduled":
             lengths = np.array(schedule(claimed[rows].tolist(), lambda n: 1 / seconds(n)))
+        elif policy == "threshold":
+            lengths = (claimed[rows] >= THRESHOLD).sum(1)        # survival never rises along a row
         else:
-            cut = {"plain": np.zeros(requests, int), "fixed": np.full(requests, K)}
-            lengths = cut[policy] if policy in cut else (claimed[rows] >= threshold).cumprod(1).sum(1)
+            lengths = np.full(requests, K if policy == "fixed" else 0)
         tokens += (np.minimum(accepted[rows], lengths) + 1).sum()
         clock += seconds(requests + int(lengths.sum()))
     return float(tokens / clock)
@@ -150,8 +155,7 @@ def compare(samples: list[dict], temperatures, costs: dict, path: Path) -> dict:
     from report import plt
     logits, accepted, _ = observations(samples)
     claimed, accepted = survival(logits, temperatures), accepted.sum(1)
-    policies = ("plain", "fixed", "threshold", "scheduled")
-    result = {p: [simulate(claimed, accepted, costs, n, p) for n in CONCURRENCY] for p in policies}
+    result = {p: [simulate(claimed, accepted, costs, n, p) for n in CONCURRENCY] for p in POLICIES}
     print(f"{'requests':>10}" + "".join(f"{n:>8}" for n in CONCURRENCY))
     figure, axis = plt.subplots(figsize=(5.5, 3.8))
     for policy, values in result.items():

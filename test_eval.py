@@ -530,6 +530,26 @@ def test_the_schedule_follows_the_load():
     assert speed(32, "scheduled") > 1.2 * speed(32, "fixed") and speed(32, "scheduled") > speed(32, "threshold")
 
 
+def test_a_cost_stands_beside_the_tokens_that_were_verified(golden):
+    """In blocks of 7, 32 tokens are no equal rows: 35 were measured, so the table says 35."""
+    target, draft, _ = golden
+    small = DSparkDraft(dataclasses.replace(draft.config, block_size=6)).attach(target.embed_tokens, target.lm_head)
+    real, seen = target.session, set()
+
+    def session(slots):
+        opened = real(slots)
+        extend = opened.extend
+        opened.extend = lambda ids: seen.add(ids.numel()) or extend(ids)
+        return opened
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "session", session)
+        patch.setattr(schedule, "TURNS", 1)
+        patch.setattr(schedule, "CONCURRENCY", (1,))
+        table = schedule.profile(target, small.eval())
+    assert [n for n, _ in table["verify"]] == sorted(seen - {schedule.CONTEXT}) == [1, 2, 4, 8, 18, 35, 70, 133, 259]
+
+
 def test_profile_and_simulation_of_a_recorded_evaluation(trained, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     monkeypatch.setattr(schedule, "SIZES", (1, 4, 16))
