@@ -31,8 +31,8 @@ from layouts import (
     full_vocabulary,
     load_draft_tensors,
     look,
+    read_config,
     read_values,
-    renamed,
     speculative_tokens,
     stamp,
     target_tables,
@@ -60,13 +60,15 @@ def convert(src: str | Path, dst: str | Path, to: str, *, source: str | None = N
 
     from checkpoint import flush
     src, dst, layout = Path(src), Path(dst), LAYOUTS[to]
-    values, _, name = read_values(src, source)
+    values, _, name = read_values(src)
+    if source not in (None, name) and (source, name) != ("vllm", "deepspec"):
+        raise ValueError(f"{src} is in the {name} layout, not {source}")
     if (name == "zlab") != (to == "zlab"):
         raise ValueError(f"{src} is in the {name} layout, whose drafts the {to} layout cannot hold")
-    tensors, kind = load_draft_tensors(src, name), draft_kind(name).config_class
+    tensors, kind = load_draft_tensors(src), draft_kind(name).config_class
     if errors := [f for f in findings(src, target) if f.level == "error"]:
         raise ValueError(f"{src} is not whole, nothing was written:\n" + table(errors))
-    if "d2t" in tensors and "draft_vocab_size" not in layout.keys and to != "vllm":
+    if "d2t" in tensors and to not in ("vllm", "speculators"):
         raise ValueError(f"the draft of {src} has a reduced vocabulary, which the {to} layout cannot hold; use vllm or "
                          "speculators")
     if head == "include" and not (layout.frozen and (target or FROZEN[0] in tensors)):
@@ -87,8 +89,7 @@ def convert(src: str | Path, dst: str | Path, to: str, *, source: str | None = N
     partial = dst.with_name(f".{dst.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)   # left by a conversion that was killed
     partial.mkdir(parents=True)
-    save_torch_state_dict({renamed(k, layout.tensors): v for k, v in cast.items()}, partial, max_shard_size=SHARD,
-                          metadata=stamp(kind(**fields_of(values, kind))))
+    save_torch_state_dict(cast, partial, max_shard_size=SHARD, metadata=stamp(kind(**fields_of(values, kind))))
     write_json(partial / "config.json", write_values(values, to))
     if (src / "recipe.json").is_file():
         shutil.copy(src / "recipe.json", partial)
@@ -112,8 +113,6 @@ def zlab_config(raw: dict, target: dict) -> dict:
 
     Both layouts name the tensors alike, so this is all that has to be rewritten. ValueError names what is missing.
     """
-    if not isinstance(raw, dict):
-        raise ValueError(f"config.json is a {type(raw).__name__}, not a JSON object")
     if "dflash2" not in (raw.get("speculators_model_type"), (raw.get("speculators_config") or {}).get("algorithm")):
         raise ValueError("not a speculators DFlash2 config: neither speculators_model_type nor "
                          "speculators_config.algorithm is dflash2; --to zlab converts such drafts only")
@@ -157,13 +156,7 @@ def from_speculators(src: Path, dst: Path, target: Path, keep_window: bool = Fal
     The trained backbone is fully attentive; keep_window copies sliding-window keys instead, which changes what the
     draft computes past the window. Files that are in the way at dst are replaced.
     """
-    path = src / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"no config.json in {src}")
-    try:
-        raw = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON ({error})") from error
+    raw = read_config(src)
     config = zlab_config(raw, text_config(target))
     if keep_window:
         config |= {key: raw[LAYERS][key] for key in WINDOW if key in raw[LAYERS]}
@@ -174,7 +167,6 @@ def from_speculators(src: Path, dst: Path, target: Path, keep_window: bool = Fal
     for file in [*files, *src.glob("*.safetensors.index.json")]:
         (dst / file.name).unlink(missing_ok=True)
         (dst / file.name).symlink_to(file.resolve()) if link else shutil.copy(file, dst / file.name)
-    (dst / "config.json").unlink(missing_ok=True)
     write_json(dst / "config.json", config)
     return dst
 
@@ -216,7 +208,7 @@ def findings(folder: str | Path, target: str | Path | None = None) -> list[Findi
     # The tensors: each one there, of its shape, finite.
     tensors = {}
     try:
-        tensors = load_draft_tensors(folder, name)
+        tensors = load_draft_tensors(folder)
         tensors, _ = full_vocabulary(tensors, config.vocab_size)
         with torch.device("meta"):
             own = kind(config).state_dict()
@@ -241,14 +233,15 @@ def findings(folder: str | Path, target: str | Path | None = None) -> list[Findi
             trained = json.loads((file.metadata() or {}).get("trained", "{}"))
         if trained not in witnesses.values():    # shards say the same
             witnesses[path.name] = trained
-    if (folder / "recipe.json").is_file():
+    if (folder / "recipe.json").is_file():       # knows what the others do
         from recipe import load_recipe
-        ours = dataclasses.asdict(kind.config_class.from_recipe(load_recipe(folder / "recipe.json")))
-        witnesses = {"recipe.json": {k: v for k, v in ours.items() if k != "layer_types"}}   # knows what the others do
+        ours = as_json(kind.config_class.from_recipe(load_recipe(folder / "recipe.json")))
+        witnesses = {"recipe.json": {k: v for k, v in ours.items() if k != "layer_types"}}
+    has = as_json(config)
     for file, trained in witnesses.items():
-        for key, value in json.loads(json.dumps(trained)).items():
-            if (has := json.loads(json.dumps(getattr(config, key)))) != value:
-                error(f"{key} is {has}, {file} says it was trained with {value}")
+        for key, value in trained.items():
+            if has[key] != value:
+                error(f"{key} is {has[key]}, {file} says it was trained with {value}")
 
     # What an engine would guess.
     wanted = write_values(values, name)
@@ -265,6 +258,11 @@ def findings(folder: str | Path, target: str | Path | None = None) -> list[Findi
     if config.mask_token_id in config.eos_token_id:
         error(f"mask_token_id {config.mask_token_id} is a stop id", "train with a mask id that nothing produces")
     return found + (against_target(config, tensors, folder, Path(target)) if target else [])
+
+
+def as_json(config: DSparkConfig) -> dict:
+    """Its fields with lists for tuples, as files have them."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def against_target(config: DSparkConfig, tensors: dict[str, Tensor], folder: Path, target: Path) -> list[Finding]:
@@ -333,7 +331,7 @@ def main() -> None:
     checking = sys.argv[1:2] == ["validate"]
     parser = argparse.ArgumentParser(description="Convert a draft checkpoint, or: export.py validate DIR.")
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--target", help="folder of the target")
+    parser.add_argument("--target", type=Path, help="folder of the target")
     if checking:
         parser.add_argument("--fix", action="store_true", help="write into config.json what engines would guess")
     else:
@@ -345,28 +343,29 @@ def main() -> None:
         parser.add_argument("--keep-sliding-window", action="store_true", help="speculators to zlab: keep windows")
         parser.add_argument("--link-weights", action="store_true", help="speculators to zlab: link instead of copy")
     options = parser.parse_args(sys.argv[1 + checking:])
+    folder = options.checkpoint if checking else options.out
     with plain_errors(ValueError):
-        if not checking and options.to == "zlab":
+        if checking:
+            if options.fix:
+                fix(folder, options.target)
+        elif options.to == "zlab":
             if not options.target:
                 raise ValueError("--to zlab needs --target: the target's depth and special tokens go into the config")
-            print(from_speculators(options.checkpoint, options.out, Path(options.target), options.keep_sliding_window,
+            print(from_speculators(options.checkpoint, folder, options.target, options.keep_sliding_window,
                                    options.link_weights))
             raise SystemExit(0)
-        if not checking:
+        else:
             dtype = getattr(torch, options.dtype) if options.dtype else None
-            print(convert(options.checkpoint, options.out, options.to, source=options.source, target=options.target,
+            print(convert(options.checkpoint, folder, options.to, source=options.source, target=options.target,
                           dtype=dtype, head=options.head))
-            options.checkpoint = options.out
-            config = DSparkConfig.from_pretrained(options.out)
+            config = DSparkConfig.from_pretrained(folder)
             if options.to != "deepspec" and not config.markov_rank:
                 print("note: vLLM 0.32 and SGLang 0.5.23 need a DSpark draft with a Markov head", file=sys.stderr)
             elif options.to in ("vllm", "speculators") and config.markov_head_type != "vanilla":
                 print("note: vLLM 0.32 implements the vanilla Markov head only", file=sys.stderr)
-        elif options.fix:
-            fix(options.checkpoint, options.target)
-        levels = {f.level for f in validate(options.checkpoint, options.target)}
+        levels = {f.level for f in validate(folder, options.target)}
     if checking and not levels:
-        print(f"{options.checkpoint} is whole")
+        print(f"{folder} is whole")
     raise SystemExit(1 if "error" in levels else 3 if levels else 0)
 
 

@@ -1,9 +1,9 @@
 """Checkpoints on disk, in the layouts that others write: tables, and reading and writing by them.
 
-In memory a draft is one thing: flat config keys and tensors under DeepSpec's names (dspark.py). A `Layout` holds two
-tables, one for keys and one for tensor names, and both are read in both directions. Stated here once: a draft that
-samples from its anchor proposes as many tokens per step as its block has rows (`speculative_tokens`); SGLang counts the
-anchor too and wants one more. Read next: export.py, which converts and validates.
+All of them name the tensors alike (dspark.py); a `Layout` is a table of where our flat keys lie in config.json, read in
+both directions. Stated here once: a draft that samples from its anchor proposes as many tokens per step as its block
+has rows (`speculative_tokens`); SGLang counts the anchor too and wants one more. Read next: export.py, which converts
+and validates.
 """
 import copy
 import dataclasses
@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from corpus import write_atomic
 from dspark import DSparkConfig, DSparkDraft, frozen_linear
 
 WRAPPER_PREFIXES = ("_orig_mod.", "module.", "draft_model.", "model.")
@@ -31,15 +32,14 @@ ALWAYS = {"model_type": "qwen3", "hidden_act": "silu", "tie_word_embeddings": Fa
 class Layout(NamedTuple):
     """How others spell a draft. A place is a dotted path in config.json; "+1" at its end: the ids there are ours + 1.
     """
-    fixed: dict[str, object]                     # place -> what this layout always says
+    fixed: dict[str, object]                     # what this layout always says at top level
     keys: dict[str, tuple[str, ...]]             # our key -> all its places; a key without an entry lies in `home`
-    tensors: tuple[tuple[str, str], ...] = ()    # ends of tensor names: ours, theirs
     home: str = ""
     frozen: bool = True                          # whether embedding and head may lie in its files
 
 
-def places(*keys: str, nested: str = "dflash_config") -> dict[str, tuple[str, ...]]:
-    return {key: (key, f"{nested}.{key}") for key in keys}
+def places(*keys: str) -> dict[str, tuple[str, ...]]:
+    return {key: (key, f"dflash_config.{key}") for key in keys}
 
 
 FLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -103,9 +103,8 @@ def speculative_tokens(values: dict) -> int:
     return values["block_size"] - (not values.get("sample_from_anchor", True))
 
 
-def read_values(folder: str | Path, source: str | None = None) -> tuple[dict, dict, str]:
-    """(our flat keys, config.json as it is, name of its layout). ValueError for one that contradicts itself or whose
-    draft is none of ours."""
+def read_config(folder: str | Path) -> dict:
+    """config.json of a draft as it is."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"no config.json in {folder}; expected the folder of a draft checkpoint")
@@ -113,9 +112,16 @@ def read_values(folder: str | Path, source: str | None = None) -> tuple[dict, di
         raw = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); it is damaged, use another checkpoint") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} is a {type(raw).__name__}, not a JSON object; use another checkpoint")
+    return raw
+
+
+def read_values(folder: str | Path) -> tuple[dict, dict, str]:
+    """(our flat keys, config.json as it is, name of its layout). ValueError for one that contradicts itself or whose
+    draft is none of ours."""
+    raw = read_config(folder)
     name = layout_of(raw)
-    if source not in (None, name) and (source, name) != ("vllm", "deepspec"):
-        raise ValueError(f"{path} is in the {name} layout, not {source}")
     layout = LAYOUTS[name]
     values = dict(look(raw, layout.home) or {}) if layout.home else dict(raw)
     nested = [values.pop(key, None) or {} for key in ("dflash_config", "dspark_config")]
@@ -140,7 +146,7 @@ def read_values(folder: str | Path, source: str | None = None) -> tuple[dict, di
         if said.get(key) not in (None, ALWAYS[key]):
             problems.append(f"{key} is {said[key]!r}, not {ALWAYS[key]!r}: {why}")
     if problems:
-        raise ValueError(f"{path}: " + "; ".join(problems))
+        raise ValueError(f"{Path(folder) / 'config.json'}: " + "; ".join(problems))
     return values, raw, name
 
 
@@ -190,18 +196,16 @@ def stamp(config: DSparkConfig) -> dict[str, str]:
 
 
 def write_json(path: Path, value: dict) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
-    partial.replace(path)
+    write_atomic(path, [json.dumps(value, indent=2, sort_keys=True) + "\n"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tensors
 
 
-def load_draft_tensors(folder: str | Path, layout: str = "deepspec") -> dict[str, Tensor]:
-    """All tensors of the folder's safetensors files under our names, wrapper prefixes stripped. Raises on none,
-    unreadable or colliding ones."""
+def load_draft_tensors(folder: str | Path) -> dict[str, Tensor]:
+    """All tensors of the folder's safetensors files, wrapper prefixes stripped. Raises on none, unreadable or colliding
+    ones."""
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"no .safetensors file in {folder}; expected the folder of a draft checkpoint")
@@ -215,16 +219,11 @@ def load_draft_tensors(folder: str | Path, layout: str = "deepspec") -> dict[str
         for name, tensor in found.items():
             while prefix := next((p for p in WRAPPER_PREFIXES if name.startswith(p)), None):
                 name = name[len(prefix):]
-            name = renamed(name, [(theirs, ours) for ours, theirs in LAYOUTS[layout].tensors])
             if name in tensors:
                 raise ValueError(f"{folder} holds {name} twice (a file too many, or prefixed and unprefixed copies)")
             tensors[name] = tensor
     tensors.pop("t2d", None)                     # the inverse of d2t, which only training reads
     return tensors
-
-
-def renamed(name: str, table) -> str:
-    return next((name.removesuffix(old) + new for old, new in table if name.endswith(old)), name)
 
 
 def tensor_problems(own: dict[str, Tensor], tensors: dict[str, Tensor]) -> list[str]:
@@ -263,9 +262,8 @@ def draft_kind(layout: str) -> type[DSparkDraft]:
 
 def load_draft(kind: type[DSparkDraft], folder: str | Path, dtype: torch.dtype | None = None, device="cpu"):
     """A draft of class `kind` from a folder in any layout; see DSparkDraft.from_pretrained."""
-    values, _, layout = read_values(folder)
-    config = kind.config_class(**fields_of(values, kind.config_class)).validate()
-    tensors, bias = full_vocabulary(load_draft_tensors(folder, layout), config.vocab_size)
+    config = kind.config_class.from_pretrained(folder)
+    tensors, bias = full_vocabulary(load_draft_tensors(folder), config.vocab_size)
     dtype = dtype or next(iter(tensors.values())).dtype
     with torch.device("meta"):                   # no random initialisation: loading leaves the random stream alone
         draft = kind(config)

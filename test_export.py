@@ -275,6 +275,7 @@ SABOTAGE = {
     "stop id outside": (of_config(lambda v: v | {"eos_token_id": [2, 96]}), "error", "eos_token_id .* outside"),
     "mask id that stops": (of_config(lambda v: v | {"eos_token_id": [2, 3]}), "error", "mask_token_id 3 is a stop id"),
     "no config": (lambda folder: (folder / "config.json").write_text("{"), "error", "not valid JSON"),
+    "a list": (lambda folder: (folder / "config.json").write_text("[1]"), "error", "is a list, not a JSON"),
 }
 
 
