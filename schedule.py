@@ -6,7 +6,7 @@ tokens per step times steps per second does not drop. It stops at the first drop
 token of its own request: what is verified stays independent of what it will turn out to be.
 
     python schedule.py profile DRAFT [--json FILE]              steps/s of its target against tokens verified at once
-    python schedule.py simulate RESULTS [--costs FILE]          throughput over a recorded evaluation, and a picture
+    python schedule.py simulate RESULTS --costs FILE            throughput over a recorded evaluation, and a picture
 
 Read next: calibrate.py (survival probabilities worth acting on), eval_deepspec.py (what records RESULTS).
 """
