@@ -8,7 +8,6 @@ objective.py.
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 
 import pytest
@@ -24,6 +23,7 @@ import bench
 import objective
 import test_dspark
 from attention import Attention, Visibility, rope_tables
+from conftest import output_of, program
 from dspark import DSparkConfig, DSparkDraft
 from test_dspark import HEADS, one_thread  # noqa: F401 - tiny models, one thread
 
@@ -297,17 +297,15 @@ def test_explanations_tell_overflow_from_bad_input():
 def started(tmp_path_factory):
     """Two gloo processes that run all jobs below, started before the first test so that nobody waits for them long."""
     folder = tmp_path_factory.mktemp("ranks")
-    processes = [subprocess.Popen([sys.executable, __file__, str(folder), "2", str(rank)]) for rank in range(2)]
-    yield folder, processes
-    for p in processes:
-        p.kill()
+    return folder, [program(__file__, folder, 2, rank) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
 def ranks(started) -> list[dict]:
     """Per rank: what each job returned, by the job's name."""
     folder, processes = started
-    assert [p.wait(timeout=300) for p in processes] == [0, 0]
+    for process in processes:
+        output_of(process)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

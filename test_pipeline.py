@@ -1,7 +1,5 @@
 """The whole story on the tiny target: corpus, training, evaluation, report; and what is left on disk adds up."""
 import json
-import signal
-import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -12,6 +10,7 @@ import pytest
 import data_glm
 import eval_deepspec
 import report
+from conftest import program
 from recipe import TINY, load_recipe
 from targets import target_path
 from train import train
@@ -88,14 +87,14 @@ def test_corpus_answers_are_the_targets_own_at_their_seed(finished):
 
 def test_a_killed_evaluation_goes_on_and_ends_the_same(finished, monkeypatch):
     monkeypatch.chdir(finished)
-    command = [sys.executable, HERE / "eval_deepspec.py", "--draft", "out/tiny/latest", "--task", "gsm_symbolic",
-               "--limit", "12", "--temperature", "1", "--max-new-tokens", "48", "--out", "out/killed"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    process = program(HERE / "eval_deepspec.py", "--draft", "out/tiny/latest", "--task", "gsm_symbolic", "--limit", 12,
+                      "--temperature", 1, "--max-new-tokens", 48, "--out", "out/killed")
     while process.poll() is None and not any(p.stat().st_size for p in Path("out/killed").glob("samples-*")):
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    [journal] = Path("out/killed").glob("samples-*")
+    process.kill()
+    said = process.communicate()[0]
+    journal = next(Path("out/killed").glob("samples-*"), None)
+    assert journal, said
     before = journal.read_text()
     journal.write_text(before + '{"task": "gsm_sy')                                # and its last line is torn
     whole = evaluate("out/tiny/latest", "out/whole", limit=12, temperature=1.0, max_new_tokens=48)

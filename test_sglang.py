@@ -3,12 +3,10 @@
 `bash run.sh test engines` runs this in .venv-sglang; the base tests leave it alone.
 """
 import dataclasses
+import functools
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 
 import sglang_target
 from capture import HFTarget, apart
+from conftest import output_of, own_port, program
 from decode import decode, speculative_decode
 from dspark import DSparkDraft
 from sglang_target import SGLangTarget
@@ -260,18 +259,12 @@ end_world()
 @pytest.mark.parametrize("per_node", [2, 1], ids=["one target over two ranks", "two nodes with a target each"])
 def test_two_processes(per_node, tmp_path):
     (tmp_path / "two.py").write_text(TWO_PROCESSES)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
-                           "LOCAL_WORLD_SIZE": str(per_node), "OMP_NUM_THREADS": "1"}
-    processes = [subprocess.Popen([sys.executable, str(tmp_path / "two.py"), str(HERE)], text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                  env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank % per_node)})
-                 for rank in range(2)]
-    for process in processes:
-        output = process.communicate(timeout=300)[0]
-        assert process.returncode == 0 and f"tp {per_node} sum 3" in output, output
+    with own_port() as port:
+        shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
+                               "LOCAL_WORLD_SIZE": str(per_node)}
+        processes = [program(tmp_path / "two.py", HERE, env=shared | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank % per_node)}) for rank in range(2)]
+        assert all(f"tp {per_node} sum 3" in output_of(process) for process in processes)
 
 
 def test_wrong_layer_ids_and_arguments_are_refused(checkpoints):
@@ -310,6 +303,7 @@ sys.path.insert(0, sys.argv[1])
 import train
 from recipe import RECIPES
 train.train(dataclasses.replace(RECIPES[sys.argv[2]], corpus="chats.jsonl", corpus_size=0, max_steps=3))
+train.end_world()
 """
 
 
@@ -325,18 +319,14 @@ def test_training_and_evaluation_are_those_on_transformers(tmp_path):
         json.dumps({"turns": [text()]}) + "\n" for _ in range(3)))
     (start / "train_it.py").write_text(TRAIN)
 
-    def run(folder, processes, *command):
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2) if processes > 1 else ()
-        done = subprocess.run([sys.executable, *map(str, (*torchrun, *command))], cwd=folder, text=True,
-                              capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        assert done.returncode == 0, done.stdout + done.stderr
     losses, answers = [], []
-    for name, processes in (("tiny", 1), ("tiny-sglang", 1), ("tiny-sglang", 2)):       # the last: one target over two
+    for name, processes in (("tiny", 0), ("tiny-sglang", 0), ("tiny-sglang", 2)):       # the last: one target over two
         folder = shutil.copytree(tmp_path / "start", tmp_path / f"{name}-{processes}")
-        run(folder, processes, "train_it.py", HERE, name)
+        run = functools.partial(program, cwd=folder, processes=processes)
+        output_of(run("train_it.py", HERE, name))
         losses.append([json.loads(line)["loss"] for line in (folder / f"out/{name}/metrics.jsonl").open()])
-        run(folder, processes, HERE / "eval_deepspec.py", "--draft", f"out/{name}/latest", "--task", "words",
-            "--max-new-tokens", 24, "--temperature", 1, "--out", "eval")
+        output_of(run(HERE / "eval_deepspec.py", "--draft", f"out/{name}/latest", "--task", "words", "--max-new-tokens",
+                      24, "--temperature", 1, "--out", "eval"))
         results = json.loads((folder / "eval" / "results.json").read_text())
         answers.append([[s[key] for key in ("new_ids", "acceptance_lengths")] for s in results["samples"]["words"]])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5) and losses[2] == pytest.approx(losses[0], rel=1e-5)

@@ -6,7 +6,6 @@ recipe_check.py.
 """
 import json
 import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -24,6 +23,7 @@ import export
 import recipe_check
 import targets
 from capture import TargetEmbeddingsAndHead, applied_head, load_target, table_options
+from conftest import output_of, program
 from dspark import DSparkConfig, DSparkDraft
 from recipe import RECIPES, Recipe, count_parameters, load_recipe, memory_plan
 from recipe_check import as_constants, check_embedding, findings, mask_candidates, propose, read_target, require_fit
@@ -282,9 +282,8 @@ def test_a_proposed_recipe_goes_through_every_stage(name, tmp_path, monkeypatch)
 
 def test_new_and_check_are_commands(tmp_path, monkeypatch, capsys):
     other_target("Mistral-7B-Instruct", tmp_path / "Mistral")
-    shown = subprocess.run([sys.executable, HERE / "recipe.py", "new", tmp_path / "Mistral"], capture_output=True,
-                           text=True)
-    assert shown.returncode == 0 and shown.stdout.startswith("MISTRAL = Recipe(\n"), shown.stderr
+    shown = output_of(program(HERE / "recipe.py", "new", tmp_path / "Mistral", stderr=None))
+    assert shown.startswith("MISTRAL = Recipe(\n")
 
     def run(*arguments) -> str:
         monkeypatch.setattr(sys, "argv", ["recipe.py", *map(str, arguments)])

@@ -463,8 +463,10 @@ def test_another_corpus_is_refused_and_a_changed_recipe_is_told(recipe, tmp_path
 def small_files(size: int):
     """No file of this process may grow past `size` bytes: the system refuses the write, as it does on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("where", ["save", "full_tensors"])

@@ -10,9 +10,6 @@ import os
 import random
 import runpy
 import signal
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -25,6 +22,7 @@ from transformers import AutoTokenizer
 import data_glm
 from capture import HFTarget
 from chat import render
+from conftest import end, output_of, own_port, program
 from decode import speculative_decode
 from dflash2 import DFlash2Config, read_draft
 from dspark import DSparkConfig, DSparkDraft
@@ -173,14 +171,20 @@ def test_dflash_at_temperature_1_samples_from_the_target(answers, target):
 # ---- regeneration through vLLM's OpenAI-compatible server ----------------------------------------------------------
 
 REGEN = """
-import dataclasses, sys
+import dataclasses, os, signal, sys
 import data_glm
 from recipe import TINY
 recipe = dataclasses.replace(TINY, corpus="regen:chats.jsonl", corpus_size=0, corpus_max_new_tokens=12, head_dim=32,
                              num_attention_heads=2, num_key_value_heads=1)
+def dying(*args):
+    for n, row in enumerate(ask(*args)):
+        if n == int(sys.argv[1]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield row
 if __name__ == "__main__":
     data_glm.prepare(recipe)
-    data_glm.regen(recipe, sys.argv[1:], concurrency=4, temperature=0.0, top_p=None, top_k=None)
+    ask, data_glm.ask_servers = data_glm.ask_servers, dying
+    data_glm.regen(recipe, sys.argv[2:], concurrency=4, temperature=0.0, top_p=None, top_k=None)
 """
 
 
@@ -195,39 +199,29 @@ def test_regeneration_through_a_server_killed_half_way(tmp_path, monkeypatch):
     rows = [{"messages": [{"role": role, "content": " ".join(rng.choices("one two six ten red blue".split(), k=5))}
                           for role in ("user", "assistant") * 2]} for _ in range(50)]
     Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = open("server.log", "w")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--dtype", "float32", "--host",
-         "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"],
-        stdout=log, stderr=log, env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}, start_new_session=True)
-    try:
+    train = data_glm.corpus_path(job["recipe"])
+    with own_port() as port, open("server.log", "w") as log:
+        url = f"http://127.0.0.1:{port}/v1"
+        server = program("-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--dtype", "float32", "--host",
+                         "127.0.0.1", "--port", port, "--enforce-eager", "--max-model-len", 1024, stdout=log,
+                         stderr=log, env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"})
         while True:
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5)
+                urllib.request.urlopen(f"{url}/models", timeout=60)
                 break
-            assert server.poll() is None, Path("server.log").read_text()[-3000:]
+            assert server.poll() is None, Path("server.log").read_text()[-6000:]
             time.sleep(0.5)
-        command = [sys.executable, "job.py", f"http://127.0.0.1:{port}/v1"]
-        train = data_glm.corpus_path(job["recipe"])
-        answers = train.with_name("answers.jsonl")
-        first = subprocess.Popen(command, stdout=log, stderr=log)
-        while first.poll() is None and (not answers.is_file() or answers.read_bytes().count(b"\n") < 20):
-            time.sleep(0.01)
-        first.kill()
-        first.wait()
-        finished = answers.read_bytes().splitlines()[:20]
-        assert not train.exists()
-        assert subprocess.run(command, stdout=log, stderr=log).returncode == 0, Path("server.log").read_text()[-3000:]
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
+        first = program("job.py", 20, url)
+        said = first.communicate()[0]
+        assert first.returncode == -signal.SIGKILL and not train.exists(), said
+        finished = train.with_name("answers.jsonl").read_bytes().splitlines()
+        output_of(program("job.py", 1000, url))
+        end(server.pid, signal.SIGKILL)
         server.wait()
     new = {row["id"]: row["messages"] for row in data_glm.read_rows(train)}
     old = {row["id"]: row["messages"] for row in data_glm.read_rows(data_glm.source_path(job["recipe"]))}
     assert list(new) == list(old) and len(new) == 50 and train.read_bytes().count(b"\n") == 50
-    assert set(finished) <= set(train.read_bytes().splitlines())
+    assert len(finished) == 20 and set(finished) <= set(train.read_bytes().splitlines())
     tokenizer, model = AutoTokenizer.from_pretrained(folder), data_glm.load_model(folder, "float32")
 
     def greedy(histories):

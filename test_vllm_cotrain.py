@@ -3,11 +3,9 @@
 Every run is a process of its own, as the engine wants it. There is no engine of ours: what is served is read back from
 vLLM's own draft module. The base tests of the same code are in test_cotrain.py and test_dflash2.py.
 """
+import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from capture import HFTarget
+from conftest import output_of, program
 from cotrain import draw
 from decode import speculative_decode
 from dflash2 import DFlash2Config, DFlash2Draft, read_draft, serving_names
@@ -45,13 +44,14 @@ def start(where: Path, out: str = "", changes: str = "{}", before: str = "", arg
     command = [str(HERE / "cotrain.py"), *arguments] if arguments else ["-c", script]
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     with (where / f"{out or '-'.join(arguments)}.log").open("w") as log:
-        return subprocess.Popen([sys.executable, *command], cwd=where, env=environment, stdout=log, stderr=log)
+        return program(*command, cwd=where, env=environment, stdout=log, stderr=log)
 
 
-def finish(process: subprocess.Popen, where: Path, name: str, code: int = 0) -> str:
-    process.wait(600)
+def finish(process, where: Path, name: str, code: int = 0) -> str:
+    with contextlib.suppress(AssertionError):    # what it says about itself is in the log
+        output_of(process, timeout=3000)
     log = (where / f"{name}.log").read_text()
-    assert process.returncode == code, log[-3000:]
+    assert process.returncode == code, log[-6000:]
     return log
 
 
@@ -139,7 +139,8 @@ def test_vllm_reads_the_config_of_a_converted_draft(tmp_path, keep_window):
 
 
 def test_the_cotrained_drafter_follows_and_the_frozen_one_falls_behind(runs):
-    """Same seed, same targets at every step; the margin is larger than any step-to-step change."""
+    """Same seed, same targets and prompts at every step: in the second half the margin is there each time, and larger
+    on average than it ever changes from one step to the next."""
     toy, frozen = runs / "out/cotrain/toy", runs / "out/cotrain/toy-frozen"
     co, still = rows(toy), rows(frozen)
     assert [row["step"] for row in co] == [row["step"] for row in still] == list(range(1, len(co) + 1))
@@ -147,10 +148,9 @@ def test_the_cotrained_drafter_follows_and_the_frozen_one_falls_behind(runs):
     assert [row["actor_hash"] for row in co] == [row["actor_hash"] for row in still]
     assert len({row["actor_hash"] for row in co}) == len(co)                 # the target really moves
     assert {row["served_version"] for row in still} == {0} and {row["reason"] for row in still} == {"frozen"}
-    numbers = draw(toy, frozen, runs / "cotrain.png")["second half"]
-    margin = numbers["co-trained"]["mean"] - numbers["frozen"]["mean"]
-    print(numbers, margin)
-    assert margin > max(n["spread"] for n in numbers.values())
+    print(draw(toy, frozen, runs / "cotrain.png"))
+    margins = torch.tensor([a["accept_len"] - b["accept_len"] for a, b in zip(co, still, strict=True)])[len(co) // 2:]
+    assert margins.min() > 0 and margins.mean() > margins.diff().abs().max(), margins
     assert (runs / "cotrain.png").stat().st_size < 150_000
 
 
@@ -173,12 +173,12 @@ def test_the_engine_serves_the_newest_published_drafter_and_nothing_else(runs):
 def test_a_killed_run_resumes_with_drafter_target_step_and_versions(runs):
     """SIGKILL after two steps; the same command goes on, and steps 3 and 4 are those of a run that was not killed."""
     first = start(runs, "killed", "{'steps': 4}")
-    folder, deadline = runs / "killed", time.monotonic() + 300
-    while not (folder / "step_2").is_dir():
-        assert first.poll() is None and time.monotonic() < deadline
+    folder = runs / "killed"
+    while first.poll() is None and not (folder / "step_2").is_dir():
         time.sleep(0.1)
-    first.send_signal(signal.SIGKILL)
+    first.kill()
     first.wait()
+    assert (folder / "step_2").is_dir(), (runs / "killed.log").read_text()[-6000:]
     log = finish(start(runs, "killed", "{'steps': 4}"), runs, "killed")
     assert "resumed at step" in log and "target version" in log
     again, whole = rows(folder), rows(runs / "out/cotrain/toy")[:4]
