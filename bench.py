@@ -305,16 +305,13 @@ def plain_decode(model, draft, ids: torch.Tensor, max_new_tokens: int, stops: se
         for i, layer in enumerate(draft.layers):
             new = layer.self_attn.keys_values(context, rope(start - n, n))
             stored[i] = tuple(torch.cat(pair, 2) for pair in zip(stored[i], new, strict=True))
-            x = layer(x, rope(start, c.block_size), stored[i], None, None)
+            x = layer(x, rope(start, c.block_size), stored[i], None, [(start, None)])
         hidden = draft.norm(x)
         base = draft.lm_head(hidden)[0]
         clock.lap("draft")
         tokens, p, state = [ids[0, -1:]], [], None
         for t in range(c.block_size):
-            row = base[t:t + 1]
-            if draft.markov_head is not None:
-                latent, state = draft.markov_head.step(tokens[-1], hidden[:, t], state)
-                row = row + draft.markov_head.markov_w2(latent)
+            row, state = draft.corrected(base[t:t + 1], hidden[:, t], tokens[-1], state)
             p.append(one_hot(row))
             tokens.append(torch.multinomial(p[-1], 1)[0])
         clock.lap("walk")
