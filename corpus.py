@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from targets import download, sync
+from targets import download, flush
 
 ROLES = {"user": ("user", "human", "prompter"), "assistant": ("assistant", "gpt", "model", "bot", "chatgpt"),
          "system": ("system", "developer"), "tool": ("tool", "function", "observation", "function_response", "ipython")}
@@ -42,9 +42,9 @@ def write_atomic(path: Path, lines: Iterable[str]) -> None:
     partial = path.with_name(path.name + ".partial")
     with open(partial, "w", encoding="utf-8") as file:
         file.writelines(lines)
-    sync(partial)
+    flush(partial)
     partial.rename(path)
-    sync(path.parent)
+    flush(path.parent)
 
 
 def drop_torn_line(path: Path) -> None:

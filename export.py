@@ -58,7 +58,7 @@ def convert(src: str | Path, dst: str | Path, to: str, *, source: str | None = N
     """
     from huggingface_hub import save_torch_state_dict
 
-    from checkpoint import flush
+    from targets import flush
     src, dst, layout = Path(src), Path(dst), LAYOUTS[to]
     values, _, name = read_values(src)
     if source not in (None, name) and (source, name) != ("vllm", "deepspec"):

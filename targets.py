@@ -170,13 +170,14 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def sync(path: Path) -> None:
-    """Force a file or folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def flush(*paths: Path) -> None:
+    """Force files and folders to the disk: a rename must not become durable before what it names."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def made_once(name: str, make) -> Path:
@@ -216,11 +217,10 @@ def publish(partial: Path, folder: Path) -> None:
     (partial / "complete.json").write_text(json.dumps(sizes, indent=2) + "\n")
     for name in sizes:
         shutil.copymode(partial / "complete.json", partial / name)   # safetensors makes its files private
-    for path in [*partial.iterdir(), partial]:
-        sync(path)
+    flush(*partial.iterdir(), partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    sync(folder.parent)
+    flush(folder.parent)
 
 
 def is_complete(folder: Path) -> bool:
