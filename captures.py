@@ -20,41 +20,9 @@ from recipe import Recipe
 from targets import target_path
 
 
-class CaptureCache:
-    """The target's states of every sample on disk, for epochs after the first: (k + 1) * hidden * 4 bytes per token.
-
-    fp32 (13.8 KB per token of SmolLM2), because a run must not depend on whether a state came from disk.
-    """
-
-    def __init__(self, target, folder: Path):
-        self.target, self.folder = target, folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def capture(self, indices: list[int], input_ids: torch.Tensor, lengths: torch.Tensor) -> Captured:
-        """Samples `indices`, whose ids are the rows of input_ids [B, S] up to lengths [B]."""
-        states = [self.sample(index, ids[None, :length]) for index, ids, length in
-                  zip(indices, input_ids, lengths.tolist(), strict=True)]
-        context, final = (pad_sequence([state[key] for state in states], batch_first=True).to(input_ids.device)
-                          for key in ("context", "final"))
-        return Captured(context, final)
-
-    def sample(self, index: int, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        path = self.folder / f"{index}.safetensors"
-        if path.exists():
-            with contextlib.suppress(Exception):  # damaged by a power failure: captured again below
-                states = load_file(path)
-                if len(states["final"]) == input_ids.shape[1]:
-                    return states
-        captured = self.target.capture(input_ids, torch.ones_like(input_ids))
-        states = {"context": captured.context[0].float().cpu(), "final": captured.final[0].float().cpu()}
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        save_file(states, partial)
-        partial.replace(path)
-        return states
-
-
-def open_capture_cache(recipe: Recipe, target, tokens) -> CaptureCache | None:
-    """The cache of this target, these layers and this corpus; None, and a line saying so, when the disk has no room."""
+def open_capture_cache(recipe: Recipe, target, tokens) -> Path | None:
+    """The folder for the states of this target, these layers and this corpus: (k + 1) * hidden * 4 bytes per token
+    (13.8 KB for SmolLM2). None, and a line saying so, when the disk has no room."""
     engine = "" if recipe.engine == "transformers" else f" {recipe.engine}"      # equal up to rounding is not equal
     digest = hashlib.sha256(f"{tokens.key} {recipe.min_supervised} {recipe.target_layer_ids} {target.dtype}{engine}"
                             .encode())
@@ -65,17 +33,37 @@ def open_capture_cache(recipe: Recipe, target, tokens) -> CaptureCache | None:
     need = sum(len(tokens[i][0]) for i in range(len(tokens)))
     need *= (len(recipe.target_layer_ids) + 1) * recipe.hidden_size * 4
     have = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    DATA.mkdir(exist_ok=True)
-    free = shutil.disk_usage(DATA).free
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
     fits = all(gather(need - have < 0.9 * free))
     say(f"captured states: {need / 1e6:.0f} MB in {folder}, of which {have / 1e6:.0f} are there "
         f"({free / 1e6:.0f} free)" + ("" if fits else ": too little room, so every epoch captures anew"))
-    return CaptureCache(target, folder) if fits else None
+    return folder if fits else None
 
 
-def capture_batch(target, cache: CaptureCache | None, indices: list[int], input_ids, lengths) -> Captured:
+def capture_batch(target, cache: Path | None, indices: list[int], input_ids: torch.Tensor,
+                  lengths: torch.Tensor) -> Captured:
     """Captured states of samples `indices`, ids [B, S] up to lengths [B]; from disk where there is a cache."""
-    if cache is not None:
-        return cache.capture(indices, input_ids, lengths)
-    attention_mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
-    return target.capture(input_ids, attention_mask.to(input_ids.device))
+    if cache is None:
+        attention_mask = torch.arange(input_ids.shape[1]) < lengths[:, None]
+        return target.capture(input_ids, attention_mask.to(input_ids.device))
+    states = [capture_sample(target, cache / f"{index}.safetensors", ids[None, :length]) for index, ids, length in
+              zip(indices, input_ids, lengths.tolist(), strict=True)]
+    return Captured(*(pad_sequence([state[key] for state in states], batch_first=True).to(input_ids.device)
+                      for key in ("context", "final")))
+
+
+def capture_sample(target, path: Path, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One sample's states from its file, which is made when it is not there. In fp32: a run must not depend on whether
+    a state came from disk."""
+    if path.exists():
+        with contextlib.suppress(Exception):     # damaged by a power failure: captured again below
+            states = load_file(path)
+            if len(states["final"]) == input_ids.shape[1]:
+                return states
+    captured = target.capture(input_ids, torch.ones_like(input_ids))
+    states = {"context": captured.context[0].float().cpu(), "final": captured.final[0].float().cpu()}
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    save_file(states, partial)
+    partial.replace(path)
+    return states

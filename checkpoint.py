@@ -13,7 +13,6 @@ A checkpoint is written under a temporary name, flushed to disk and renamed; `la
 """
 import contextlib
 import json
-import os
 import shutil
 import sys
 import zlib
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from layouts import stamp
 from ranks import end_world, gather, say, start_world, whole
 from recipe import Recipe, load_recipe, save_recipe
-from targets import plain_errors
+from targets import flush, plain_errors
 
 PIECE = 1 << 26                                   # bytes of a file that travel at once
 
@@ -68,33 +67,14 @@ def checksum(path: Path) -> list[int]:
     return [size, crc]
 
 
-def flush(*paths: Path) -> None:
-    """fsync files and folders: a rename must not become durable before what it names."""
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def header_of(path: Path) -> bytes:
-    """What a safetensors file begins with: eight bytes of length, and so many of JSON."""
-    with path.open("rb") as file:
-        length = file.read(8)
-        return length + file.read(int.from_bytes(length, "little"))
-
-
-def made_here(folder: Path) -> bool:
-    """Make `folder` on every disk; whether this rank did, one for each disk, rank 0 where it can (collective)."""
-    mine = False
-    for turn in (True, False):
-        if (dist.get_rank() == 0) is turn:
-            with contextlib.suppress(OSError):                       # others may be faster, or saving will say why not
-                folder.mkdir(parents=True)
-                mine = True
-        dist.barrier()
-    return mine
+def write_weights(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """A safetensors file that is the same on every node: the library puts metadata in any order."""
+    save_file(tensors, path, metadata=metadata)
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length)) | {"__metadata__": metadata}
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":")).encode().ljust(length))
 
 
 def save_checkpoint(out: Path, step: int, draft, optimizers, recipe: Recipe, counters: dict,
@@ -108,39 +88,32 @@ def save_checkpoint(out: Path, step: int, draft, optimizers, recipe: Recipe, cou
     for left in out.glob(".step_*.partial"):                         # by a run that was killed in here or in prune
         shutil.rmtree(left, ignore_errors=True)
     dist.barrier()
-    first, state, sums = made_here(partial), partial / "state", {}
-    problem = "" if first or rank else f"{partial} cannot be made"
+    state, first, problem, sums, metadata = partial / "state", False, "", {}, b""
+    with contextlib.suppress(OSError):           # another rank of this disk was faster, or saving will say why not
+        partial.mkdir(parents=True)
+        first = True
     try:
         dcp.save(training_state(draft, optimizers), checkpoint_id=state)
         sums = {path.name: checksum(path) for path in state.glob(f"__{rank}_*")}
         if rank == 0:
-            sums[".metadata"] = checksum(state / ".metadata")
+            sums[".metadata"], metadata = checksum(state / ".metadata"), (state / ".metadata").read_bytes()
     except (OSError, CheckpointException) as error:
         problem = str(error).strip().splitlines()[-1]
-    sums = {name: value for one in gather(sums) for name, value in one.items()}
-    metadata = gather((state / ".metadata").read_bytes() if rank == 0 and not problem else b"")[0]
-    tensors = full_tensors(draft, dtype)
-    weights = partial / "model.safetensors"
+    everyone, tensors = gather((sums, metadata)), full_tensors(draft, dtype)
     if first and not problem:
         try:
-            save_file(tensors, weights, metadata=stamp(draft.config))
-        except (OSError, SafetensorError) as error:
-            problem = str(error)
-    header = gather(header_of(weights) if rank == 0 and not problem else b"")[0]
-    if first and not problem:
-        try:
-            with weights.open("r+b") as file:    # metadata comes in any order
-                file.write(header)
-            (state / ".metadata").write_bytes(metadata)
+            (state / ".metadata").write_bytes(everyone[0][1])
+            write_weights(partial / "model.safetensors", tensors, stamp(draft.config))
             draft.config.save(partial, dtype)
-            shutil.copymode(partial / "config.json", weights)        # save_file makes it private
+            shutil.copymode(partial / "config.json", partial / "model.safetensors")                 # was made private
             save_recipe(recipe, partial / "recipe.json")
             files = {path.name: checksum(path) for path in sorted(partial.glob("*.*")) if path.is_file()}
-            trainer = counters | {"step": step, "state": sums, "files": files,
+            trainer = counters | {"step": step, "files": files,
+                                  "state": {name: value for sums, _ in everyone for name, value in sums.items()},
                                   "adam_steps": max(map(int, adam_counts(optimizers)), default=0)}
             (partial / "trainer.json").write_text(json.dumps(trainer, indent=2) + "\n")
             flush(*partial.rglob("*"), partial)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             problem = str(error)
     if problems := [text for text in gather(problem) if text]:
         shutil.rmtree(partial, ignore_errors=True)
@@ -169,6 +142,15 @@ def move_latest(final: Path) -> None:
     flush(final.parent)
 
 
+def write_alike(path: Path, value) -> None:
+    """Write a JSON file that every rank holds alike, whole or not at all, whosever disk it lies on."""
+    partial = path.with_name(f".{path.name}.{dist.get_rank()}")
+    partial.write_text(json.dumps(value, indent=2) + "\n")
+    flush(partial)
+    partial.replace(path)
+    flush(path.parent)
+
+
 def steps_in(out: Path) -> list[int]:
     """Steps with a checkpoint folder, ascending."""
     return sorted(int(path.name[5:]) for path in out.glob("step_*") if path.name[5:].isdigit())
@@ -187,39 +169,42 @@ def set_aside(out: Path, after: int) -> None:
     Were they left in place, the next resume could jump to them, and pruning would take them for the newest. `latest`
     lags behind where a run was killed between a checkpoint's rename and its own.
     """
-    for turn in (True, False):                                       # rank 0 first; others may have disks of their own
-        for step in steps_in(out) if (dist.get_rank() == 0) is turn else ():
-            if step > after:
-                with contextlib.suppress(FileNotFoundError):         # another rank of this node was faster
-                    shutil.rmtree(out / f"aside_step_{step}", ignore_errors=True)
-                    (out / f"step_{step}").rename(out / f"aside_step_{step}")
-                say(f"{out / f'step_{step}'} is now aside_step_{step}; delete it when you do not need it")
-            elif step == after and (out / "latest").resolve().name != f"step_{step}":
-                with contextlib.suppress(FileNotFoundError, FileExistsError):
-                    move_latest(out / f"step_{step}")
-        dist.barrier()
+    later = [step for step in steps_in(out) if step > after]
+    dist.barrier()
+    for step in later:
+        say(f"{out / f'step_{step}'} is now aside_step_{step}; delete it when you do not need it")
+        with contextlib.suppress(FileNotFoundError):                 # another rank of this disk was faster
+            mine = (out / f"step_{step}").rename(out / f".step_{step}.partial")
+            shutil.rmtree(out / f"aside_step_{step}", ignore_errors=True)
+            mine.rename(out / f"aside_step_{step}")
+    if after >= 0 and (out / "latest").resolve().name != f"step_{after}":
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            move_latest(out / f"step_{after}")
+    dist.barrier()
 
 
-def damage(folder: Path, rank: int = 0, world_size: int = 1) -> str:
+def damage(folder: Path) -> str:
     """What is wrong with a checkpoint folder for this rank, in words; empty when it is whole.
 
     A state/ that was deleted is no damage: the run continues from the weights, see load_state. Other ranks' shards may
     lie on other nodes, unless the number of ranks has changed.
     """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
         load_recipe(folder / "recipe.json")
         trainer = json.loads((folder / "trainer.json").read_text())
-        sums = trainer.get("files", {"config.json": None, "model.safetensors": None})
+        sums, may_lack = trainer["files"], set()
         if (folder / "state").exists():
-            elsewhere = trainer["world_size"] == world_size
-            sums = sums | {f"state/{name}": value for name, value in trainer["state"].items() if not (
-                elsewhere and name.startswith("__") and not name.startswith(f"__{rank}_")
-                and not (folder / "state" / name).exists())}
+            sums = sums | {f"state/{name}": value for name, value in trainer["state"].items()}
+            if trainer["world_size"] == world_size:
+                may_lack = {f"state/{name}" for name in trainer["state"] if name.startswith("__")
+                            and not name.startswith(f"__{rank}_")}
         for name, expected in sums.items():
-            if not (folder / name).exists():
+            if (folder / name).exists():
+                if (found := checksum(folder / name)) != expected:
+                    return f"{name} has [bytes, crc32] {found} instead of {expected}"
+            elif name not in may_lack:
                 return f"{name} is missing" + (" (with a disk on every node: bash run.sh sync)" * ("__" in name))
-            if expected and (found := checksum(folder / name)) != expected:
-                return f"{name} has [bytes, crc32] {found} instead of {expected}"
     except Exception as error:                                       # whatever a damaged file provokes is the answer
         return f"{type(error).__name__}: {error}"
     return ""
@@ -236,7 +221,7 @@ def choose_checkpoint(out: Path) -> int | None:
         say(f"no checkpoint in {out} is on every rank's disk ({dict(enumerate(everyone))}): all ranks start fresh")
     for step in common:
         problems = {rank: text for rank, text in enumerate(gather(
-            damage(out / f"step_{step}", dist.get_rank(), dist.get_world_size()))) if text}
+            damage(out / f"step_{step}"))) if text}
         if not problems:
             return step
         say(f"warning: skipping the damaged checkpoint {out / f'step_{step}'}: "
@@ -258,7 +243,7 @@ def load_state(folder: Path, draft, optimizers) -> bool:
                          "go on from the weights alone, with the learning rate re-warmed") from error
     trainer = json.loads((folder / "trainer.json").read_text())
     for count in adam_counts(optimizers):
-        count.fill_(trainer.get("adam_steps", trainer["step"] - trainer["skipped_steps"]))
+        count.fill_(trainer["adam_steps"])
     return True
 
 
@@ -274,7 +259,13 @@ def load_counters(folder: Path, recipe: Recipe, counters: dict) -> dict:
         raise SystemExit(f"{folder} was trained on another corpus ({was}, now {[counters[key] for key in facts]}); "
                          f"bring that one back, or move {folder.parent} away to start anew")
     carried = ("rewarm_since", "skipped_steps", "tokens", "rollbacks", "recent_ce")
-    return counters | {key: trainer[key] for key in carried if key in trainer}
+    return counters | {key: trainer[key] for key in carried}
+
+
+def change_counters(folder: Path, **changes) -> None:
+    """Change counters of a whole checkpoint, on every disk that holds it (to be called on all ranks)."""
+    path = folder / "trainer.json"
+    write_alike(path, json.loads(path.read_text()) | changes)
 
 
 def sync(out: Path) -> None:

@@ -35,7 +35,7 @@ class Clock:
         self.seconds[phase] += time.perf_counter() - start
 
     def elapsed(self) -> float:
-        return max(time.perf_counter() - self.start, 1e-9)
+        return time.perf_counter() - self.start
 
     def shares(self) -> dict[str, float]:
         return {f"share_{phase}": round(seconds / self.elapsed(), 4) for phase, seconds in self.seconds.items()}
@@ -64,7 +64,7 @@ class Journal:
     def __init__(self, out: Path, recipe: Recipe, step: int, total_steps: int):
         cut_lines(out / "metrics.jsonl", step)
         cut_lines(out / "evals.jsonl", step)
-        self.out, self.recipe, self.total_steps = out, recipe, total_steps
+        self.log_every, self.total_steps = recipe.log_every, total_steps
         self.file = (out / "metrics.jsonl").open("a")
         (out / "tensorboard").mkdir(exist_ok=True)
         self.board = RecordWriter((out / "tensorboard" / f"events.out.tfevents.{time.time_ns()}").open("wb"))
@@ -91,7 +91,7 @@ class Journal:
         self.bar.set_postfix_str(
             f"loss {line['loss']:.3f}, tau {tau:.3f}, {line['tokens_per_s']:.0f} tokens/s, "
             f"{line['samples_per_s']:.1f} samples/s, {shares}% {'/'.join(SHOWN_PHASES)}")
-        if line["step"] % self.recipe.log_every and line["step"] != self.total_steps:
+        if line["step"] % self.log_every and line["step"] != self.total_steps:
             return
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
@@ -100,11 +100,6 @@ class Journal:
         self.board.flush()
         if self.run:
             self.run.log(line)
-
-    def back_to(self, step: int) -> "Journal":
-        """This journal without the lines past `step`, open to go on from there."""
-        self.close()
-        return Journal(self.out, self.recipe, step, self.total_steps)
 
     def close(self) -> None:
         self.bar.close()

@@ -217,8 +217,8 @@ def test_captures_from_disk_change_nothing(recipe, tmp_path, monkeypatch, finish
     monkeypatch.setattr(captures, "DATA", tmp_path)
     cached = dataclasses.replace(recipe, cache_captures=True)
     calls = []
-    sample = captures.CaptureCache.sample
-    monkeypatch.setattr(captures.CaptureCache, "sample", lambda self, *a: (calls.append(a[0]), sample(self, *a))[1])
+    sample = captures.capture_sample
+    monkeypatch.setattr(captures, "capture_sample", lambda *a: (calls.append(a[1]), sample(*a))[1])
     tokens = train.load_tokens(cached)
     out = train.train(cached, tmp_path / "out")
     files = list((tmp_path / "captures").glob("*/*.safetensors"))
@@ -538,6 +538,25 @@ def test_a_collapse_rolls_back_to_the_last_good_checkpoint(recipe, tmp_path, mon
     steps.clear()
     with pytest.raises(SystemExit, match="has collapsed.*state/ included"):
         train.train(watched, bare)
+
+
+def test_a_kill_right_behind_a_roll_back_does_not_bring_the_learning_rate_back(recipe, tmp_path, monkeypatch):
+    steps, lr_at = [], train.lr_at
+
+    def wild(step, *args):
+        steps.append(step)
+        if len(steps) == 8:                                  # the first one after the roll-back to step 4
+            raise KeyboardInterrupt
+        return lr_at(step, *args) * (1e5 if len(steps) == 6 else 1)
+
+    monkeypatch.setattr(train, "lr_at", wild)
+    watched = dataclasses.replace(recipe, rollback_steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(watched, tmp_path / "out")
+    assert steps == [0, 1, 2, 3, 4, 5, 6, 4] and checkpoint.steps_in(tmp_path / "out")[-1] == 4
+    train.train(watched, tmp_path / "out")
+    factors = [line["lr"] / lr_at(line["step"] - 1, watched, 12) for line in lines(tmp_path / "out")]
+    assert factors == pytest.approx([1] * 4 + [0.5] * 8)
 
 
 def test_a_recipe_that_names_wandb_needs_it(recipe, tmp_path, monkeypatch):

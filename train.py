@@ -1,9 +1,8 @@
 """The training loop: `python train.py [recipe]`, or `torchrun --nproc_per_node N train.py [recipe]`.
 
 Every optimizer step takes the next global batch of the corpus, asks the frozen target for its hidden states, trains the
-draft on them and writes down what happened; `train`, at the bottom, reads in that order. What stands above it are pure
-functions of the step (learning rate, order of data) and the parts of the loop. It does not know which
-engine runs the target (capture.py does), what the loss means (dspark.py) nor how a batch is cut (plan.py).
+draft on them and writes down what happened; `train`, at the bottom, reads in that order. It does not know which engine
+runs the target (capture.py does), what the loss means (dspark.py) nor how a batch is cut (plan.py).
 Read next: checkpoint.py (how a run survives) and eval_deepspec.py (how good the draft is).
 """
 import argparse
@@ -31,8 +30,9 @@ from tqdm import tqdm
 import eval_deepspec
 import export
 from capture import bigram_markov_init, load_target
-from captures import CaptureCache, capture_batch, open_capture_cache
+from captures import capture_batch, open_capture_cache
 from checkpoint import (
+    change_counters,
     choose_checkpoint,
     damage,
     full_tensors,
@@ -41,6 +41,7 @@ from checkpoint import (
     save_checkpoint,
     set_aside,
     steps_in,
+    write_alike,
 )
 from data_glm import load_tokens, read_rows
 from dflash2 import new_draft
@@ -102,6 +103,7 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+@functools.lru_cache(maxsize=1)
 def epoch_order(seed: int, epoch: int, num_samples: int) -> list[int]:
     """The samples of an epoch in reading order; a resume in mid-epoch reads exactly those that were not read yet."""
     generator = torch.Generator().manual_seed(sample_seed(seed, epoch, -1))
@@ -109,23 +111,7 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> list[int]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who was to blame
-
-
-def culprits(draft: torch.nn.Module, metrics: dict, samples: list[int], complaints: list[str]) -> str:
-    """Who made a step non-finite: which metrics, and per rank which gradients, samples and terms (collective)."""
-    def finite(grad: torch.Tensor) -> bool:
-        return bool((grad.to_local() if isinstance(grad, DTensor) else grad).isfinite().all())
-
-    bad = [name for name, p in draft.named_parameters() if p.grad is not None and not finite(p.grad)]
-    odd = [key for key, value in metrics.items() if not math.isfinite(value)]
-    return f"metrics {odd or 'all finite'}; " + "; ".join(
-        f"rank {rank}: {len(names)} gradients, first {(names or ['none'])[0]}, samples {indices}; " + "; ".join(why)
-        for rank, (names, indices, why) in enumerate(gather((bad, samples, complaints))) if names or why)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop and what it calls
+# The parts of the loop
 
 
 def make_draft(recipe: Recipe, target, folder: Path | None) -> DSparkDraft:
@@ -142,7 +128,7 @@ def make_draft(recipe: Recipe, target, folder: Path | None) -> DSparkDraft:
     return draft.train()
 
 
-def start_from_bigrams(draft: DSparkDraft, recipe: Recipe, target, tokens, cache: CaptureCache | None) -> None:
+def start_from_bigrams(draft: DSparkDraft, recipe: Recipe, target, tokens, cache: Path | None) -> None:
     """Let the Markov head start as the target's own bigram model on the corpus (capture.bigram_markov_init)."""
     def samples():                               # (input_ids [S], final [S, H])
         for i in tqdm(range(min(len(tokens), BIGRAM_SAMPLES)), desc="bigrams of the target", unit="sample"):
@@ -177,6 +163,18 @@ def read_batch(tokens, indices: list[int], device: torch.device):
     return input_ids, loss_mask, lengths
 
 
+def culprits(draft: torch.nn.Module, metrics: dict, samples: list[int], complaints: list[str]) -> str:
+    """Who made a step non-finite: which metrics, and per rank which gradients, samples and terms (collective)."""
+    def finite(grad: torch.Tensor) -> bool:
+        return bool((grad.to_local() if isinstance(grad, DTensor) else grad).isfinite().all())
+
+    bad = [name for name, p in draft.named_parameters() if p.grad is not None and not finite(p.grad)]
+    odd = [key for key, value in metrics.items() if not math.isfinite(value)]
+    return f"metrics {odd or 'all finite'}; " + "; ".join(
+        f"rank {rank}: {len(names)} gradients, first {(names or ['none'])[0]}, samples {indices}; " + "; ".join(why)
+        for rank, (names, indices, why) in enumerate(gather((bad, samples, complaints))) if names or why)
+
+
 def evaluate(target, draft: DSparkDraft, recipe: Recipe, out: Path, step: int, dtype: torch.dtype,
              stop: StopRequest) -> bool:
     """Accept length of the draft as it is, on an unsharded copy; the best checkpoint so far is marked as one to keep.
@@ -192,20 +190,19 @@ def evaluate(target, draft: DSparkDraft, recipe: Recipe, out: Path, step: int, d
             results = eval_deepspec.evaluate(target, copy.to(target.device, dtype).eval(), recipe, stop=stop)
     except Exception:
         say(f"the evaluation at step {step} failed, training goes on:\n{traceback.format_exc()}")
+    if any(gather(stop())):
+        return True
+    if not results:
+        return False
+    mean = sum(result["accept_len"] for result in results.values()) / len(results)
     best = max((json.loads(path.read_text())["accept_len"] for path in out.glob("step_*/best.json")), default=0.0)
-    told = gather((stop(), best))
-    if (stopping := any(came for came, _ in told)) or not results:
-        return stopping
-    mean, best = sum(result["accept_len"] for result in results.values()) / len(results), told[0][1]
-    record, mark = {"step": step, "accept_len": mean, "tasks": results}, out / f"step_{step}"
-    for turn in (True, False) if mean > best else ():            # rank 0 first; others may have disks of their own
-        if (dist.get_rank() == 0) is turn and not (mark / "best.json").exists():
-            eval_deepspec.write_json(mark / "best.json", record)
-        dist.barrier()
+    record, better = {"step": step, "accept_len": mean, "tasks": results}, mean > gather(best)[0]
+    if better:
+        write_alike(out / f"step_{step}" / "best.json", record)
     if dist.get_rank() == 0:
         with (out / "evals.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
-    say(f"step {step}: accept length {mean:.3f}" + (", the best so far" if mean > best else ""))
+    say(f"step {step}: accept length {mean:.3f}" + (", the best so far" if better else ""))
     return False
 
 
@@ -233,17 +230,19 @@ def roll_back(out: Path, low: int, draft: DSparkDraft, optimizers, recipe: Recip
     """Load the newest checkpoint from before step `low`, whose loss still spoke well of it, and halve the learning rate
     from there on (collective). Returns its step. SystemExit where none is left."""
     everyone = gather([step for step in steps_in(out) if 0 < step < low and (out / f"step_{step}" / "state").exists()
-                       and not damage(out / f"step_{step}", dist.get_rank(), dist.get_world_size())])
+                       and not damage(out / f"step_{step}")])
     good = max(set.intersection(*map(set, everyone)), default=None)
     if good is None:
         raise SystemExit(f"the draft has collapsed: its cross-entropy doubled after step {low}, and no checkpoint is "
                          "that old and whole, state/ included. Lower lr_scale in recipe.py and start anew, or "
                          "keep_checkpoints longer")
+    folder, rollbacks = out / f"step_{good}", counters["rollbacks"] + 1
+    change_counters(folder, rollbacks=rollbacks)             # before anything else: the halved rate outlives a kill
     set_aside(out, after=good)
-    load_state(out / f"step_{good}", draft, optimizers)
-    counters |= load_counters(out / f"step_{good}", recipe, counters) | {"rollbacks": counters["rollbacks"] + 1}
+    load_state(folder, draft, optimizers)
+    counters |= load_counters(folder, recipe, counters)
     say(f"the draft has collapsed: its cross-entropy doubled after step {low}. Back to step {good}, with "
-        f"{ROLLBACK_LR ** counters['rollbacks']:g} of the learning rate")
+        f"{ROLLBACK_LR ** rollbacks:g} of the learning rate")
     return good
 
 
@@ -253,11 +252,7 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
     out = Path("out") / recipe.name if out is None else Path(out)
     world = start_world()
     dtype = getattr(torch, recipe.dtype) if world.device.type == "cuda" else torch.float32
-    try:
-        (out / "heartbeat").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SystemExit(f"cannot write in {out}: {error}; mend its permissions or make room") from error
-
+    (out / "heartbeat").mkdir(parents=True, exist_ok=True)
     if recipe.wandb and importlib.util.find_spec("wandb") is None:
         raise SystemExit(f"{recipe.name}: the recipe logs to wandb project {recipe.wandb!r}, but the package is not "
                          "installed: .venv/bin/python -m pip install wandb, or wandb = \"\" in recipe.py")
@@ -287,9 +282,8 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
     draft = make_draft(recipe, target, folder)
     shard(draft, world, dtype)
     optimizers = make_optimizers(draft, recipe)
-    counters = {"recipe_hash": recipe_hash(recipe), "corpus": tokens.key, "samples": len(tokens),
-                "world_size": world.size, "rewarm_since": None, "skipped_steps": 0, "tokens": 0, "rollbacks": 0,
-                "recent_ce": []}             # pairs (cross-entropy, step)
+    counters = {"corpus": tokens.key, "samples": len(tokens), "world_size": world.size, "rewarm_since": None,
+                "skipped_steps": 0, "tokens": 0, "rollbacks": 0, "recent_ce": []}     # pairs (cross-entropy, step)
     if folder is None:
         save_checkpoint(out, 0, draft, optimizers, recipe, counters, dtype)                     # the untrained baseline
     else:
@@ -307,13 +301,12 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
     if due(start):                               # the run was killed before its evaluation ended
         evaluate(target, draft, recipe, out, start, dtype, stop)
 
-    step, order, order_of = start, [], None
     copies = 1 if plan.scatter else plan.tp      # ranks that train on the same samples: these are counted once
+    step = start
     clock.reset()
     while step < plan.total_steps:
         epoch, place = divmod(step, plan.steps_per_epoch)
-        if epoch != order_of:
-            order, order_of = epoch_order(recipe.seed, epoch, len(tokens)), epoch
+        order = epoch_order(recipe.seed, epoch, len(tokens))
         batch = order[place * recipe.global_batch:(place + 1) * recipe.global_batch]
         rate = lr_at(step, recipe, plan.total_steps) * rewarm(step, counters["rewarm_since"], recipe)
         rate *= ROLLBACK_LR ** counters["rollbacks"]
@@ -329,13 +322,13 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
                 seeds, longest = [sample_seed(recipe.seed, epoch, index) for index in samples], int(lengths.max())
                 input_ids, loss_mask, context, final = (x[own, :longest].contiguous() for x in (
                     input_ids, loss_mask, captured.context, captured.final))
-            target.drain()                       # the engine's own device work must not race FSDP's collectives: twice
+            target.drain()                       # the engine's own device work must not race the forward's collectives,
             with clock("forward"):
                 last = i == plan.accumulation - 1
                 draft.set_requires_gradient_sync(last)      # gradients add up here and are reduced once per step,
                 draft.set_reshard_after_backward(last)      # and until then the weights stay gathered
                 loss, measured = draft(input_ids, context, loss_mask, final, seeds=seeds, lengths=lengths.tolist())
-            target.drain()                       # either race wedges NCCL
+            target.drain()                       # nor the backward's: NCCL wedges
             with clock("backward"):
                 (loss / plan.accumulation).backward()
             loss_sum += loss.detach()
@@ -380,12 +373,15 @@ def train(recipe: Recipe, out: Path | None = None) -> Path:
 
         if low := collapsed(counters["recent_ce"], step, float(metrics["ce_loss"]), recipe.rollback_steps):
             step = roll_back(out, low, draft, optimizers, recipe, counters)
-            journal = journal and journal.back_to(step)
+            if journal:
+                journal.close()
+                journal = Journal(out, recipe, step, plan.total_steps)
             continue
-        if step % recipe.save_every == 0 or due(step) or step == plan.total_steps or stopping:
+        evaluating = due(step)
+        if evaluating or stopping or step % recipe.save_every == 0 or step == plan.total_steps:
             with clock("save"):
                 save_checkpoint(out, step, draft, optimizers, recipe, counters, dtype)
-        if due(step) and not stopping:
+        if evaluating and not stopping:
             with clock("evaluate"):
                 stopping = evaluate(target, draft, recipe, out, step, dtype, stop)
         if stopping:
