@@ -15,12 +15,10 @@ from; states of two versions never meet in a batch. Read next: rollout.py (the e
 """
 import argparse
 import copy
+import dataclasses
 import functools
 import json
-import math
-import os
 import re
-import sys
 from pathlib import Path
 
 import torch
@@ -35,12 +33,11 @@ from chat import encode_prompt
 from checkpoint import flush, prune, publish, steps_in
 from data_glm import read_rows
 from dflash2 import new_draft, serving_names
-from dspark import frozen_linear
 from journal import Clock, cut_lines
 from layouts import load_draft_tensors
 from optimizers import make_optimizers
 from recipe import COTRAIN, Cotrain, recipe_hash
-from rollout import check_contract, engine_has_dflash2, generate, send, serving_state, start_engine, tensor_hash
+from rollout import check_contract, engine_has_dflash2, generate, send, serves, serving_state, start_engine, tensor_hash
 from serve_check import interpret_triton, require_vllm
 from targets import download, locked, plain_errors, target_path
 from tasks import REASONING, hub_rows
@@ -71,19 +68,18 @@ def problem_set(task: str, seed: int, size: int):
 def problems(c: Cotrain, step: int) -> list[tuple[str, object]]:
     """The step's prompts, each with a function from an answer's text to its reward: its last number is judged."""
     entry_of, score = problem_set(c.task, c.seed, c.steps * c.prompts + 1)
-
-    def judge(entry):
-        numbers = re.compile(r"-?\d+(?:\.\d+)?")
-        return lambda text: float(score((numbers.findall(text.replace(",", "")) or [None])[-1], entry))
     entries = [entry_of((step - 1) * c.prompts + i) for i in range(c.prompts)]
-    return [(entry["question"], judge(entry)) for entry in entries]
+
+    def judge(entry: dict, text: str) -> float:
+        numbers = re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", ""))
+        return float(score(numbers[-1] if numbers else None, entry))
+    return [(entry["question"], functools.partial(judge, entry)) for entry in entries]
 
 
 def advantages(rewards: list[float], group: int) -> list[float]:
     """GRPO: how much better an answer is than its siblings, in standard deviations; 0 where all are alike."""
     r = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
-    a = (r - r.mean(1, keepdim=True)) / (r.std(1, unbiased=False, keepdim=True) + 1e-6)
-    return torch.where(r.std(1, unbiased=False, keepdim=True) > 1e-9, a, 0).flatten().tolist()
+    return ((r - r.mean(1, keepdim=True)) / (r.std(1, unbiased=False, keepdim=True) + 1e-6)).flatten().tolist()
 
 
 def token_logp(head: nn.Module, final: Tensor, ids: Tensor, prompt: int) -> Tensor:
@@ -140,8 +136,9 @@ def plan_windows(lengths: list[tuple[int, int]], c: Cotrain) -> tuple[list[tuple
     return plan, short
 
 
-def collect(buffer: list[list[dict]], samples: list[dict], plan, version: int) -> None:
-    """Put planned windows into the owners' buffers. What an older target said is dropped first, never mixed in."""
+def collect(buffer: list[list[dict]], samples: list[dict], plan, version: int, c: Cotrain) -> None:
+    """Put planned windows into the owners' buffers, which hold the newest within their limits. What an older target
+    said is dropped first, never mixed in."""
     for owner in buffer:
         owner[:] = [item for item in owner if item["version"] == version]
     for i, first, end, owner in plan:
@@ -152,30 +149,23 @@ def collect(buffer: list[list[dict]], samples: list[dict], plan, version: int) -
         mask[s["prompt"] - first:] = 1
         buffer[owner].append({"ids": s["ids"][first:end], "context": s["context"][first:end].clone(), "mask": mask,
                               "version": version})
+    for owner in buffer:
+        while len(owner) > c.samples_per_owner or sum(len(item["ids"]) for item in owner) > c.tokens_per_owner:
+            owner.pop(0)
 
 
-def owner_status(items: list[dict], head_version: int | None, batch: int) -> dict:
-    """What an owner reports: version of its samples (None when empty), of its head, batches it can make."""
-    versions = {item["version"] for item in items}
-    return {"data_version": max(versions, default=None), "target_version": head_version,
-            "batches": math.ceil(len(items) / batch), "mixed": len(versions) > 1}
-
-
-def decide(step: int, statuses: list[dict | None], c: Cotrain) -> tuple[bool, str]:
-    """(go, reason) from the owners' reports alone. One owner that cannot train stops all, before any of them starts."""
+def decide(step: int, buffer: list[list[dict]], version: int, c: Cotrain) -> tuple[bool, str]:
+    """(go, reason): whether the drafter is trained in this step, on what the owners hold and a target of `version`.
+    One owner that cannot train stops all, before any of them starts."""
     if not c.enable_drafter_training:
         return False, "frozen"
     if step % c.train_interval:
         return False, "interval_not_reached"
-    if None in statuses:
-        return False, "missing_data_status"
-    if len({s["target_version"] for s in statuses}) > 1:
-        return False, "inconsistent_target_version"
-    if len({s["data_version"] for s in statuses}) > 1 or any(s["mixed"] for s in statuses):
-        return False, "inconsistent_data_version"
-    if min(s["batches"] for s in statuses) < 1:
+    if not any(buffer):
         return False, "no_trainable_batch"
-    if statuses[0]["data_version"] != statuses[0]["target_version"]:
+    if not all(buffer):
+        return False, "owner_without_samples"
+    if {item["version"] for owner in buffer for item in owner} != {version}:
         return False, "stale_data"
     return True, "training_ready"
 
@@ -189,7 +179,6 @@ def train_drafter(draft, optimizers: dict, buffer: list[list[dict]], c: Cotrain,
         generator = torch.Generator().manual_seed((step << 16) + i)
         items = [owner[j] for owner in buffer
                  for j in torch.randperm(len(owner), generator=generator)[:c.drafter_batch].tolist()]
-        assert len({item["version"] for item in items}) == 1
         ids, context, mask = (pad_sequence([item[key] for item in items], batch_first=True).to(draft.fc.weight.device)
                               for key in ("ids", "context", "mask"))
         loss, _ = draft(ids, context, mask, seeds=[(step << 24) + (i << 12) + b for b in range(len(items))],
@@ -259,27 +248,16 @@ def look_back(actor: HFTarget, samples: list[dict], keep_states: bool) -> None:
             s["context"] = captured.context[0].float().cpu()
 
 
-def freeze_tables(actor: HFTarget) -> tuple[nn.Module, nn.Module]:
-    """Copies of embedding and head as they are now: what the captured states were made with."""
-    head = frozen_linear(actor.lm_head.weight.detach().clone())
-    embed = copy.copy(actor.embed_tokens)
-    embed._parameters = {"weight": nn.Parameter(actor.embed_tokens.weight.detach().clone(), requires_grad=False)}
-    return embed, head
+def draft_tensors(draft) -> dict[str, Tensor]:
+    """A copy of the drafter's tensors as they are now, under the names of checkpoints and engines."""
+    return serving_names({n: p.detach().clone() for n, p in draft.named_parameters()})
 
 
-def ahead(draft, published: dict[str, Tensor]) -> bool:
-    """Whether the drafter was trained since it was published: a run may be killed between the two."""
-    return tensor_hash(serving_names({n: p.detach() for n, p in draft.named_parameters()})) != tensor_hash(published)
-
-
-def publish_drafter(llm, draft, version: int) -> str:
-    """The drafter's tensors into the engine, read back and compared. Returns their hash."""
-    tensors = serving_names({n: p.detach() for n, p in draft.named_parameters()})
+def publish_drafter(llm, tensors: dict[str, Tensor], version: int) -> None:
+    """The drafter's tensors into the engine, read back and compared; RuntimeError when they did not arrive."""
     send(llm, "draft", tensors, version)
-    served = llm.collective_rpc(serving_state)[0]
-    if served["hash"] != (ours := tensor_hash(tensors)) or served["draft"] != version:
-        raise RuntimeError(f"the engine serves {served} after publishing version {version} with hash {ours}")
-    return ours
+    if not serves(llm, tensors):
+        raise RuntimeError(f"the engine serves something else after publishing draft version {version}")
 
 
 def save(out: Path, step: int, state: dict, draft) -> None:
@@ -306,8 +284,7 @@ def cotrain(c: Cotrain, out: Path, replay: Path | None = None) -> Path:
     draft.load_tensors({n: t.float() for n, t in load_draft_tensors(folder).items()}, where=str(folder))
     optimizers = make_optimizers(draft, c.recipe)
     actor_optimizer = torch.optim.AdamW(actor.model.parameters(), lr=c.actor_lr, weight_decay=0.0)
-    first_published = serving_names({n: p.detach().clone() for n, p in draft.named_parameters()})
-    state = {"recipe": recipe_hash(c), "target_version": 0, "draft_version": 0, "published": first_published}
+    state = {"recipe": recipe_hash(c), "target_version": 0, "draft_version": 0, "published": draft_tensors(draft)}
 
     out.mkdir(parents=True, exist_ok=True)
     start = max(steps_in(out), default=0)
@@ -332,12 +309,10 @@ def cotrain(c: Cotrain, out: Path, replay: Path | None = None) -> Path:
         tqdm.write(f"resumed at step {start}: target version {state['target_version']}, draft version "
                    f"{state['draft_version']}")
     buffer, idle, failed, clock = [[] for _ in range(c.owners)], 0, 0, Clock()
-    unpublished = ahead(draft, state["published"])
 
     for step in (bar := tqdm(range(start + 1, c.steps + 1), initial=start, total=c.steps, desc=out.name, unit="step")):
         clock.reset()
         due = c.enable_drafter_training and step % c.train_interval == 0
-        collecting = due and step % c.collect_interval == 0
         line = {"step": step, "target_version": state["target_version"], "draft_version": state["draft_version"]}
         with clock("rollout"):
             tasks = problems(c, step)
@@ -356,12 +331,14 @@ def cotrain(c: Cotrain, out: Path, replay: Path | None = None) -> Path:
                        for i, (answer, advantage) in enumerate(zip(answers, advantages(rewards, c.group), strict=True))]
         learned = samples if not replay else [s | {"ids": torch.tensor(s["ids"])} for s in recorded[step]]
         with clock("old_logp"):
-            look_back(actor, learned, collecting)
-            if collecting:
+            look_back(actor, learned, due)
+            if due:
                 plan, short = plan_windows([(s["prompt"], len(s["ids"]) - s["prompt"]) for s in learned], c)
-                collect(buffer, learned, plan, state["target_version"])
+                collect(buffer, learned, plan, state["target_version"], c)
                 line |= {"collected": len(plan), "too_short": short}
-            head_version, tables = state["target_version"], freeze_tables(actor) if due else None
+            go, line["reason"] = decide(step, buffer, state["target_version"], c)
+            if go:                               # embedding and head that go with the captured states, not the updated
+                draft.attach(*(copy.deepcopy(m).requires_grad_(False) for m in (actor.embed_tokens, actor.lm_head)))
         with clock("actor"):
             if c.actor_lr:
                 update_actor(actor.model, actor_optimizer, learned, c)
@@ -370,29 +347,29 @@ def cotrain(c: Cotrain, out: Path, replay: Path | None = None) -> Path:
             if c.actor_lr:
                 send(llm, "target", actor_tensors(actor), state["target_version"])
 
-        go, line["reason"] = decide(step, [owner_status(o, head_version, c.drafter_batch) for o in buffer], c)
         with clock("drafter"):
             if go:
-                draft.attach(*tables)
                 losses, skipped = train_drafter(draft, optimizers, buffer, c, step)
-                if losses:
-                    line |= {"drafter_loss": sum(losses) / len(losses), "drafter_loss_first": losses[0],
-                             "drafter_loss_last": losses[-1]}
-                go, unpublished = bool(losses), unpublished or bool(losses)
-                line |= {"skipped": skipped} | ({} if go else {"reason": "no_finite_loss"})
+                line["skipped"], go = skipped, bool(losses)
+                line |= {"drafter_loss": sum(losses) / len(losses), "drafter_loss_first": losses[0],
+                         "drafter_loss_last": losses[-1]} if go else {"reason": "no_finite_loss"}
         line["trained"], line["published"] = go, False
         with clock("publish"):
-            if unpublished and (c.publish_interval <= 0 or step % c.publish_interval == 0):
-                try:
-                    publish_drafter(llm, draft, state["draft_version"] + 1)
-                    state["draft_version"] += 1
-                    state["published"] = serving_names({n: p.detach().clone() for n, p in draft.named_parameters()})
-                    line["published"], unpublished, failed = True, False, 0
-                except RuntimeError as error:
-                    failed += 1
-                    tqdm.write(f"publish of step {step} failed: {error}")
-                    if failed == PATIENCE:
-                        raise RuntimeError(f"{PATIENCE} publishes failed in a row; the last: {error}") from error
+            # A draft that was trained and not yet published, maybe by a run that was killed between the two.
+            if c.publish_interval <= 0 or step % c.publish_interval == 0:
+                tensors = draft_tensors(draft)
+                if any(not torch.equal(t, state["published"][name]) for name, t in tensors.items()):
+                    try:
+                        publish_drafter(llm, tensors, state["draft_version"] + 1)
+                        state |= {"draft_version": state["draft_version"] + 1, "published": tensors}
+                        line["published"], failed = True, 0
+                    except RuntimeError as error:
+                        failed += 1
+                        tqdm.write(f"publish of step {step} failed: {error}")
+                        if not serves(llm, state["published"]):
+                            raise RuntimeError(f"the engine's draft is torn: {error}") from error
+                        if failed == PATIENCE:
+                            raise RuntimeError(f"{failed} publishes failed in a row; the last: {error}") from error
 
         served = llm.collective_rpc(serving_state)[0]
         tokens = sum(map(len, answers))
@@ -419,12 +396,12 @@ def cotrain(c: Cotrain, out: Path, replay: Path | None = None) -> Path:
 
 def tell_idle(c: Cotrain, line: dict, idle: int) -> None:
     """A due cycle that trained nothing is said aloud; the third in a row ends the run with the reason and the mend."""
-    if short := line.get("too_short", 0):
-        mend = (f"{short} of {c.prompts * c.group} answers are shorter than the window of {c.window} + 1 tokens and "
-                f"were dropped, {line['collected']} were kept for {c.owners} owners; make `window` smaller")
+    if line["reason"] == "no_finite_loss":
+        mend = "the drafter's loss is not finite: lower lr, or start from the last good checkpoint"
     else:
-        mend = {"no_finite_loss": "the drafter's loss is not finite: lower lr, or start from the last good checkpoint",
-                "no_trainable_batch": "let collect_interval divide train_interval"}.get(line["reason"], "see above")
+        mend = (f"{line['too_short']} of {c.prompts * c.group} answers are shorter than the window of {c.window} + 1 "
+                f"tokens and were dropped, {line['collected']} were kept for {c.owners} owners; make `window` smaller, "
+                "or let fewer owners hold more")
     text = f"step {line['step']}: drafter training was due and did not happen ({line['reason']}): {mend}"
     if idle >= PATIENCE:
         raise RuntimeError(f"{text}. {PATIENCE} due cycles in a row")
@@ -467,13 +444,10 @@ def main() -> None:
     c, run = COTRAIN[options.recipe], OUT / options.recipe
     with plain_errors(ValueError):
         require_vllm()
-    if c.recipe.draft == "dflash2" and not torch.cuda.is_available():    # the engine needs Triton, or its interpreter
-        if os.environ.get("TRITON_INTERPRET") != "1":                    # which Triton must find when it is imported
-            os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})
+    if c.recipe.draft == "dflash2" and not torch.cuda.is_available():
         interpret_triton()
     out, replay = (run.with_name(run.name + "-frozen"), run) if options.frozen else (run, None)
     if options.frozen:
-        import dataclasses
         c = dataclasses.replace(c, enable_drafter_training=False)
     out.mkdir(parents=True, exist_ok=True)
     with plain_errors(ValueError, TypeError, RuntimeError), locked(out / "lock"):

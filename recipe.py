@@ -338,8 +338,7 @@ class Cotrain:
 
     # The drafter's share.
     enable_drafter_training: bool = True
-    collect_interval: int = 2
-    train_interval: int = 2
+    train_interval: int = 2                      # also how often hidden states are collected
     publish_interval: int = 2                    # 0: after each training
     drafter_steps: int = 10
     drafter_batch: int = 4                       # windows per owner and optimizer step
@@ -358,12 +357,12 @@ DEFAULT = SMOLLM2_DEMO
 # The toy learns another manner of speaking within ten steps; at this actor_lr the drafter has to follow or lose.
 TOY_DRAFTER = Cotrain(
     name="toy-drafter", recipe=TOY, task="chain_sum", drafter="fresh", steps=6, actor_lr=0.0, prompts=16, group=8,
-    max_new_tokens=40, max_model_len=128, collect_interval=1, train_interval=1, publish_interval=1, drafter_steps=30,
+    max_new_tokens=40, max_model_len=128, train_interval=1, publish_interval=1, drafter_steps=30,
     drafter_batch=16, window=26, samples_per_owner=128, save_every=6, seed=7,
 )
 TOY_COTRAIN = dataclasses.replace(
     TOY_DRAFTER, name="toy", drafter="out/cotrain/toy-drafter/latest/drafter", steps=20, actor_lr=1.5e-4,
-    collect_interval=2, train_interval=2, publish_interval=2, save_every=1, seed=42,
+    train_interval=2, publish_interval=2, save_every=1, seed=42,
 )
 # DFlash2 on a CPU runs under Triton's interpreter: slow, so a short and greedy run, in which the target stays.
 TOY_DFLASH2 = dataclasses.replace(

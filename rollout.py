@@ -180,34 +180,55 @@ def install(worker, kind: str, version: int) -> None:
         wrong = sorted(set(before) ^ set(inbox)) or [n for n in before if before[n].shape != inbox[n].shape]
         if wrong:
             raise RuntimeError(f"draft version {version} does not fit the engine's draft: {wrong[:6]}")
+        restore = remember(worker.get_draft_model())
         try:
             load_draft_module(worker, inbox)
         except BaseException as error:
-            load_draft_module(worker, before)
+            restore()
+            if not isinstance(error, Exception):
+                raise                            # Ctrl-C
             raise RuntimeError(f"draft version {version} could not be loaded ({error}); the one before serves on"
                                ) from error
     worker.draft_version = version
 
 
+def remember(draft):
+    """A function that makes the engine's draft again what it is now. Loading it once more would not: a load that broke
+    off leaves layers on the meta device or with tensors of another shape, and its remains in the loader's books."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    registered = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+    modules = {m: m.__dict__ | {key: m.__dict__[key].copy() for key in registered} for m in draft.modules()}
+    values = {p: p.data.to("cpu", copy=True) for name, p in draft.model.named_parameters() if not borrowed(name)}
+
+    def restore() -> None:
+        for m, attributes in modules.items():
+            m.__dict__.clear()
+            m.__dict__.update(attributes)        # packed weights and fused buffers of a CPU engine among them
+            get_layerwise_info(m).reset()
+        for p, data in values.items():
+            p.data.copy_(data)
+    return restore
+
+
 def load_draft_module(worker, tensors: dict[str, Tensor]) -> None:
     """The engine's draft loads its weights again: in place, kernels' packed copies and fused context buffers as well.
     """
-    from vllm.model_executor.model_loader.reload import inplace
-    draft, config = worker.get_draft_model(), worker.vllm_config.model_config
-    inplace.initialize_layerwise_reload(draft)
-    try:
-        draft.load_weights(iter(tensors.items()))
-    finally:
-        inplace.finalize_layerwise_reload(draft, config)
+    from vllm.model_executor.model_loader.reload import layerwise
+    draft = worker.get_draft_model()
+    layerwise.initialize_layerwise_reload(draft)
+    draft.load_weights(iter(tensors.items()))
+    layerwise.finalize_layerwise_reload(draft, worker.vllm_config.model_config)
     # The fused buffers are snapshots of the layers' key and value projections, made from weights that a CPU engine has
     # packed and dropped by now: they come back for the moment in which the engine builds its buffers anew.
     projections = [layer.self_attn.qkv_proj for layer in draft.model.layers]
     dropped = [p.weight.data for p in projections]
-    for p in projections:
-        p.weight.data = weight_of(p)
-    draft.model._build_fused_kv_buffers()
-    for p, data in zip(projections, dropped, strict=True):
-        p.weight.data = data
+    try:
+        for p in projections:
+            p.weight.data = weight_of(p)
+        draft.model._build_fused_kv_buffers()
+    finally:
+        for p, data in zip(projections, dropped, strict=True):
+            p.weight.data = data
 
 
 @torch.inference_mode()
@@ -221,11 +242,16 @@ def weight_of(linear) -> Tensor:
     return (out[0] if isinstance(out, tuple) else out).T.contiguous()
 
 
+def borrowed(name: str) -> bool:
+    """Whether a parameter of the engine's draft is the target's, or one that drafts of ours do not have."""
+    return name.startswith(("embed_tokens.", "mask_embedding"))
+
+
 def read_draft_module(worker) -> dict[str, Tensor]:
     """What the engine's draft holds, under our names: fused projections cut up, embedding and head left out."""
     inner, tensors = worker.get_draft_model().model, {}
     for name, p in inner.named_parameters():
-        if name.startswith(("embed_tokens.", "mask_embedding")):
+        if borrowed(name):
             continue
         owner, module = name.rpartition(".")[0], inner.get_submodule(name.rpartition(".")[0])
         weight = weight_of(module) if name.endswith(".weight") and hasattr(module, "input_size") else p.data.clone()
@@ -245,6 +271,12 @@ def serving_state(worker) -> dict:
     """Versions and hash of what this worker serves."""
     return {"target": getattr(worker, "target_version", 0), "draft": getattr(worker, "draft_version", 0),
             "hash": tensor_hash(read_draft_module(worker))}
+
+
+def serves(llm, tensors: dict[str, Tensor]) -> bool:
+    """Whether the engine's own draft module, read back, holds these tensors, rounded to the engine's dtype."""
+    held = llm.collective_rpc(read_draft_module)[0]
+    return held.keys() == tensors.keys() and all(torch.equal(h, tensors[n].cpu().to(h.dtype)) for n, h in held.items())
 
 
 def tensor_hash(tensors: dict[str, Tensor]) -> str:
