@@ -115,43 +115,26 @@ def update_actor(model: nn.Module, optimizer, samples: list[dict], c: Cotrain) -
 # Collecting, deciding, training
 
 
-def plan_windows(lengths: list[tuple[int, int]], c: Cotrain) -> tuple[list[tuple[int, int, int, int]], int]:
-    """Which rows of which answers are kept: (sample, first row, end, owner), and how many answers were too short.
+def collect(buffer: list[list[dict]], samples: list[dict], version: int, c: Cotrain) -> tuple[int, int]:
+    """Cut windows out of answers and hand them to the owners in turn. Returns (windows cut, answers too short for one).
 
-    lengths: (prompt, answer) in tokens. A window is the last prompt token and `window` answer tokens; an answer
-    shorter than window + 1 is dropped. `context` more rows before it stay as what the block attends to. Owners take
-    turns, each holding at most samples_per_owner windows and tokens_per_owner rows.
+    A window is the last prompt token and `window` answer tokens, with `context` more rows before it as what blocks
+    attend to. What an older target said is dropped first, never mixed in; owners hold the newest within their limits.
     """
-    plan, short, held = [], 0, [[0, 0] for _ in range(c.owners)]
-    for i, (prompt, answer) in enumerate(lengths):
-        if prompt < 1 or answer < c.window + 1:
-            short += 1
-            continue
-        end = prompt + c.window
-        first, owner = max(0, prompt - 1 - c.context), len(plan) % c.owners
-        if held[owner][0] < c.samples_per_owner and held[owner][1] + end - first <= c.tokens_per_owner:
-            held[owner][0] += 1
-            held[owner][1] += end - first
-            plan.append((i, first, end, owner))
-    return plan, short
-
-
-def collect(buffer: list[list[dict]], samples: list[dict], plan, version: int, c: Cotrain) -> None:
-    """Put planned windows into the owners' buffers, which hold the newest within their limits. What an older target
-    said is dropped first, never mixed in."""
     for owner in buffer:
         owner[:] = [item for item in owner if item["version"] == version]
-    for i, first, end, owner in plan:
-        s = samples[i]
+    long = [s for s in samples if s["prompt"] and len(s["ids"]) - s["prompt"] > c.window]
+    for i, s in enumerate(long):
         if len(s["context"]) != len(s["ids"]):
             raise ValueError(f"{len(s['context'])} hidden rows for {len(s['ids'])} tokens: row i must be token i's")
-        mask = torch.zeros(end - first, dtype=torch.long)
-        mask[s["prompt"] - first:] = 1
-        buffer[owner].append({"ids": s["ids"][first:end], "context": s["context"][first:end].clone(), "mask": mask,
-                              "version": version})
+        first, end = max(0, s["prompt"] - 1 - c.context), s["prompt"] + c.window
+        mask = (torch.arange(first, end) >= s["prompt"]).long()
+        buffer[i % c.owners].append({"ids": s["ids"][first:end], "context": s["context"][first:end].clone(),
+                                     "mask": mask, "version": version})
     for owner in buffer:
         while len(owner) > c.samples_per_owner or sum(len(item["ids"]) for item in owner) > c.tokens_per_owner:
             owner.pop(0)
+    return len(long), len(samples) - len(long)
 
 
 def decide(step: int, buffer: list[list[dict]], version: int, c: Cotrain) -> tuple[bool, str]:
@@ -304,7 +287,7 @@ def cotrain(c: Cotrain, out: Path, replay: Path | None = None) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(path)
     llm = start_engine(c, path, spec)
     if start:
-        send(llm, "target", actor_tensors(actor), state["target_version"])
+        send(llm, "target", actor_tensors(actor))
         send(llm, "draft", state["published"], state["draft_version"])
         tqdm.write(f"resumed at step {start}: target version {state['target_version']}, draft version "
                    f"{state['draft_version']}")
@@ -321,21 +304,18 @@ def cotrain(c: Cotrain, out: Path, replay: Path | None = None) -> Path:
                 answers, line["accept_len"] = generate(llm, prompts, c, step)
             except Exception as error:
                 raise RuntimeError(f"rollout of step {step} failed in the engine ({type(error).__name__}: {error}); "
-                                   f"step {step - 1} is saved, the same command goes on there") from error
+                                   "the same command goes on behind the newest checkpoint") from error
         with clock("reward"):
-            judges = [judge for _, judge in tasks for _ in range(c.group)]
-            rewards = [judge(tokenizer.decode(a, skip_special_tokens=True))
-                       for judge, a in zip(judges, answers, strict=True)]
-            samples = [{"ids": torch.tensor(prompts[i // c.group] + answer), "prompt": len(prompts[i // c.group]),
-                        "advantage": advantage}
-                       for i, (answer, advantage) in enumerate(zip(answers, advantages(rewards, c.group), strict=True))]
+            asked = [(judge, prompt) for (_, judge), prompt in zip(tasks, prompts, strict=True) for _ in range(c.group)]
+            rewards = [judge(tokenizer.decode(answer, skip_special_tokens=True))
+                       for (judge, _), answer in zip(asked, answers, strict=True)]
+            samples = [{"ids": torch.tensor(prompt + answer), "prompt": len(prompt), "advantage": a}
+                       for (_, prompt), answer, a in zip(asked, answers, advantages(rewards, c.group), strict=True)]
         learned = samples if not replay else [s | {"ids": torch.tensor(s["ids"])} for s in recorded[step]]
         with clock("old_logp"):
             look_back(actor, learned, due)
             if due:
-                plan, short = plan_windows([(s["prompt"], len(s["ids"]) - s["prompt"]) for s in learned], c)
-                collect(buffer, learned, plan, state["target_version"], c)
-                line |= {"collected": len(plan), "too_short": short}
+                line["collected"], line["too_short"] = collect(buffer, learned, state["target_version"], c)
             go, line["reason"] = decide(step, buffer, state["target_version"], c)
             if go:                               # embedding and head that go with the captured states, not the updated
                 draft.attach(*(copy.deepcopy(m).requires_grad_(False) for m in (actor.embed_tokens, actor.lm_head)))
@@ -345,7 +325,7 @@ def cotrain(c: Cotrain, out: Path, replay: Path | None = None) -> Path:
                 state["target_version"] += 1
         with clock("sync"):
             if c.actor_lr:
-                send(llm, "target", actor_tensors(actor), state["target_version"])
+                send(llm, "target", actor_tensors(actor))
 
         with clock("drafter"):
             if go:
@@ -388,9 +368,10 @@ def cotrain(c: Cotrain, out: Path, replay: Path | None = None) -> Path:
             save(out, step, state | {
                 "actor": actor.model.state_dict(), "actor_optimizer": actor_optimizer.state_dict(),
                 "draft": dict(draft.named_parameters()), "optimizers": [o.state_dict() for o in optimizers]}, draft)
-        idle = 0 if go or not due else idle + 1
-        if idle:
-            tell_idle(c, line, idle)
+        if due:
+            idle = 0 if go else idle + 1
+            if idle:
+                tell_idle(c, line, idle)
     return out
 
 
@@ -400,8 +381,8 @@ def tell_idle(c: Cotrain, line: dict, idle: int) -> None:
         mend = "the drafter's loss is not finite: lower lr, or start from the last good checkpoint"
     else:
         mend = (f"{line['too_short']} of {c.prompts * c.group} answers are shorter than the window of {c.window} + 1 "
-                f"tokens and were dropped, {line['collected']} were kept for {c.owners} owners; make `window` smaller, "
-                "or let fewer owners hold more")
+                f"tokens and were left out, {line['collected']} were cut for {c.owners} owners; make `window` "
+                "smaller, or let fewer owners hold more")
     text = f"step {line['step']}: drafter training was due and did not happen ({line['reason']}): {mend}"
     if idle >= PATIENCE:
         raise RuntimeError(f"{text}. {PATIENCE} due cycles in a row")
@@ -409,7 +390,7 @@ def tell_idle(c: Cotrain, line: dict, idle: int) -> None:
 
 
 def draw(co: Path, frozen: Path, path: Path) -> dict:
-    """Accept length by step, co-trained against frozen; returns the numbers in words for a report."""
+    """A picture of accept lengths and rewards by step; returns mean and largest step of each run's second half."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -442,15 +423,13 @@ def main() -> None:
     parser.add_argument("--frozen", action="store_true", help="the baseline of a finished run, and the picture of both")
     options = parser.parse_args()
     c, run = COTRAIN[options.recipe], OUT / options.recipe
-    with plain_errors(ValueError):
-        require_vllm()
-    if c.recipe.draft == "dflash2" and not torch.cuda.is_available():
-        interpret_triton()
     out, replay = (run.with_name(run.name + "-frozen"), run) if options.frozen else (run, None)
     if options.frozen:
         c = dataclasses.replace(c, enable_drafter_training=False)
-    out.mkdir(parents=True, exist_ok=True)
     with plain_errors(ValueError, TypeError, RuntimeError), locked(out / "lock"):
+        require_vllm()
+        if c.recipe.draft == "dflash2" and not torch.cuda.is_available():
+            interpret_triton()
         cotrain(c, out, replay)
         if options.frozen:
             print(json.dumps(draw(run, out, run / "cotrain.png"), indent=1))

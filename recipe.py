@@ -344,7 +344,7 @@ class Cotrain:
     drafter_batch: int = 4                       # windows per owner and optimizer step
     window: int = 512                            # answer tokens per window; shorter answers are dropped
     context: int = 512                           # rows before a window that its blocks may attend to
-    owners: int = 1                              # training workers that share the windows
+    owners: int = 1                              # training workers that share the windows; each holds the newest
     samples_per_owner: int = 16
     tokens_per_owner: int = 16_384
     save_every: int = 1
@@ -358,7 +358,7 @@ DEFAULT = SMOLLM2_DEMO
 TOY_DRAFTER = Cotrain(
     name="toy-drafter", recipe=TOY, task="chain_sum", drafter="fresh", steps=6, actor_lr=0.0, prompts=16, group=8,
     max_new_tokens=40, max_model_len=128, train_interval=1, publish_interval=1, drafter_steps=30,
-    drafter_batch=16, window=26, samples_per_owner=128, save_every=6, seed=7,
+    drafter_batch=16, window=26, samples_per_owner=1024, tokens_per_owner=65_536, save_every=6, seed=7,
 )
 TOY_COTRAIN = dataclasses.replace(
     TOY_DRAFTER, name="toy", drafter="out/cotrain/toy-drafter/latest/drafter", steps=20, actor_lr=1.5e-4,

@@ -182,7 +182,7 @@ def check_mask(recipe: Recipe, target: Target) -> str | None:
 
 
 def check_stops(recipe: Recipe, target: Target) -> str:
-    """Every id that ends an answer must be known, and be one that the tokenizer knows."""
+    """Every id that ends an answer must be in the recipe, or found by itself, and be one that the tokenizer knows."""
     stops = list(recipe.stop_token_ids)
     try:
         known = stop_token_ids(target.folder, target.tokenizer, None)
@@ -190,17 +190,15 @@ def check_stops(recipe: Recipe, target: Target) -> str:
         if not stops:
             raise
         known = []
-    if stops and (missing := sorted(set(known) - set(stops))):
+    stops = stops or known
+    if missing := sorted(set(known) - set(stops)):
         raise ValueError(f"stop_token_ids {stops} of recipe {recipe.name!r} lack {missing}, with which the target ends "
                          "its answers (generation_config.json, tokenizer); add them")
-    stops = stops or known
-    if target.tokenizer is None:
-        return ", ".join(map(str, stops))
-    tokens = {i: target.tokenizer.convert_ids_to_tokens(i) for i in stops}
+    tokens = {i: target.tokenizer.convert_ids_to_tokens(i) if target.tokenizer else "" for i in stops}
     if odd := [i for i, token in tokens.items() if token is None]:
         raise ValueError(f"stop_token_ids {stops} of recipe {recipe.name!r} hold {odd}, which the tokenizer does not "
                          "know; correct the recipe")
-    return ", ".join(f"{i} {token}" for i, token in tokens.items())
+    return ", ".join(f"{i} {token}".rstrip() for i, token in tokens.items())
 
 
 def check_chat(recipe: Recipe, target: Target) -> str | None:
@@ -306,6 +304,7 @@ def propose(path: Path) -> tuple[Recipe, dict[str, str]]:
         corpus="own:gsm_symbolic", corpus_size=8192, eval_tasks=("gsm_symbolic", "humaneval"))
     notes |= {"target_layer_ids": f"evenly spread from 1 to {L - 3}" if taps > 1 else "the middle one",
               "corpus": "or a .jsonl file, or the name of a data set",
+              "global_batch": "at most the samples of the corpus: lower it with corpus_size (32 for 1,000)",
               "max_position_embeddings": "the longest evaluation; less saves nothing"}
     try:
         values["stop_token_ids"] = tuple(stop_token_ids(target.folder, target.tokenizer, None))

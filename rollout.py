@@ -18,8 +18,9 @@ from layouts import FLASH2
 from recipe import Cotrain
 from serve_check import mend_cpu_operators
 
-ALLOWED = {"dflash": {"DFlashDraftModel"}, "dflash2": {"DFlash2DraftModel"}}     # architectures by the recipe's word
+ALLOWED = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}         # architecture by the recipe's word
 LOSSY = ("typical_acceptance_sampler", "rejection_sample_method", "posterior_threshold", "posterior_alpha")
+BORROWED = ("embed_tokens.", "mask_embedding")   # in an engine's draft: the target's, and what drafts of ours lack
 BUCKET = 256 << 20                               # bytes of weights per message to the engine
 
 
@@ -32,14 +33,6 @@ def engine_has_dflash2() -> bool | None:
     if importlib.util.find_spec("vllm") is None:
         return None
     return importlib.util.find_spec("vllm.model_executor.models.qwen3_dflash2") is not None
-
-
-def refuse_lossy(settings: dict, allowed: bool) -> None:
-    """Verification that accepts what the target would not say changes the policy that is being trained."""
-    lossy = [k for k in LOSSY if settings.get(k) not in (None, False, 0, 0.0, "standard", "strict")]
-    if lossy and not allowed:
-        raise ValueError(f"speculative_args {lossy} make verification lossy: rollouts would not be the target's own; "
-                         "remove them, or set allow_lossy = True in the recipe")
 
 
 def check_contract(c: Cotrain, folder: str | Path | None, has_dflash2: bool | None) -> dict:
@@ -62,36 +55,35 @@ def check_contract(c: Cotrain, folder: str | Path | None, has_dflash2: bool | No
         raw = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); the checkpoint is damaged") from error
-    names, wanted = raw.get("architectures") or [], ALLOWED[r.draft]
+
+    names = raw.get("architectures") or []
     names = [names] if isinstance(names, str) else names
-    if not wanted.intersection(names):
-        kind = "DFlash2 drafter checkpoint" if r.draft == "dflash2" else "DFlash drafter checkpoint"
-        hint = "; for a plain DFlash draft set draft = 'dflash'" if r.draft == "dflash2" else ""
-        raise ValueError(f"{folder} is no {kind}: architectures {names}, allowed {sorted(wanted)}{hint}")
+    if ALLOWED[r.draft] not in names:
+        kind, hint = (("DFlash2", "; for a plain DFlash draft set draft = 'dflash'") if r.draft == "dflash2" else
+                      ("DFlash", ""))
+        raise ValueError(f"{folder} is no {kind} drafter checkpoint: architectures {names}, allowed "
+                         f"{[ALLOWED[r.draft]]}{hint}")
     nested = raw.get("dflash_config") or {}
     if not isinstance(nested, dict):
         raise TypeError(f"{path}: dflash_config must be a mapping, found {type(nested).__name__}")
-    for key in (*FLASH2, "block_size", "mask_token_id"):
+    for key in (*FLASH2, "block_size", "mask_token_id", "target_layer_ids"):
         if None not in (raw.get(key), nested.get(key)) and raw[key] != nested[key]:
             raise ValueError(f"{path}: {key} conflicts with dflash_config.{key}: {raw[key]} and {nested[key]}")
-    look = lambda key: nested.get(key) if raw.get(key) is None else raw[key]                  # noqa: E731
-    if r.draft == "dflash2" and (missing := [key for key in FLASH2 if look(key) is None]):
+    config = nested | {key: value for key, value in raw.items() if value is not None}
+    if r.draft == "dflash2" and (missing := [key for key in FLASH2 if config.get(key) is None]):
         raise ValueError(f"{path}: missing {missing}, which the engine reads")
-    ids, aux = look("target_layer_ids"), raw.get("eagle_aux_hidden_state_layer_ids")
-    if None not in (raw.get("target_layer_ids"), nested.get("target_layer_ids")) and \
-            list(raw["target_layer_ids"]) != list(nested["target_layer_ids"]):
-        raise ValueError(f"{path}: target_layer_ids {raw['target_layer_ids']} and dflash_config.target_layer_ids "
-                         f"{nested['target_layer_ids']} differ")
-    if aux is not None and ids is not None and list(aux) != [i + 1 for i in ids]:
+    ids, aux = config.get("target_layer_ids"), config.get("eagle_aux_hidden_state_layer_ids")
+    if None not in (ids, aux) and aux != [i + 1 for i in ids]:
         raise ValueError(f"{path}: eagle_aux_hidden_state_layer_ids {aux} are not target_layer_ids {ids} plus one")
-    for key, ours in (("vocab_size", r.vocab_size), ("hidden_size", r.hidden_size),
-                      ("num_target_layers", r.num_target_layers), ("target_layer_ids", list(r.target_layer_ids))):
-        if (theirs := ids if key == "target_layer_ids" else raw.get(key)) not in (None, ours):
-            raise ValueError(f"{folder} belongs to another target: {key} is {theirs}, recipe {r.name} has {ours}")
-    if raw.get("draft_vocab_size") not in (None, raw.get("vocab_size")):
-        raise ValueError(f"{path}: draft_vocab_size {raw['draft_vocab_size']} of {raw.get('vocab_size')}: training "
-                         "needs the full vocabulary (loss mode full_vocab)")
-    block = look("block_size") or r.block_size
+    for key in ("vocab_size", "hidden_size", "num_target_layers", "target_layer_ids"):
+        ours = list(r.target_layer_ids) if key == "target_layer_ids" else getattr(r, key)
+        if config.get(key, ours) != ours:
+            raise ValueError(f"{folder} belongs to another target: {key} is {config[key]}, recipe {r.name} has {ours}")
+    if config.get("draft_vocab_size", r.vocab_size) != r.vocab_size:
+        raise ValueError(f"{path}: draft_vocab_size {config['draft_vocab_size']} of {r.vocab_size}: training needs the "
+                         "full vocabulary (loss mode full_vocab)")
+
+    block = config.get("block_size", r.block_size)
     if block != r.block_size:
         raise ValueError(f"{folder} was trained with block_size={block}, recipe {r.name} says {r.block_size}: labels "
                          "and convolutions would not be those of its training; correct the recipe")
@@ -103,13 +95,15 @@ def check_contract(c: Cotrain, folder: str | Path | None, has_dflash2: bool | No
     if tokens + 1 != block:
         raise ValueError(f"{c.name}: spec_verify_tokens={tokens} but block_size={block}: the engine sizes a block as 1 "
                          f"+ spec_verify_tokens, so it must be {block - 1}")
-    refuse_lossy(c.speculative_args, c.allow_lossy)
     spec = {"method": "dflash", "model": str(folder), "num_speculative_tokens": tokens,
             "draft_sample_method": "greedy"} | c.speculative_args
     if spec["num_speculative_tokens"] != tokens:
         raise ValueError(f"{c.name}: speculative_args say num_speculative_tokens={spec['num_speculative_tokens']}, but "
                          f"block_size={block} needs {tokens}; leave it out")
-    refuse_lossy(spec, c.allow_lossy)
+    lossy = [key for key in LOSSY if spec.get(key) not in (None, False, 0, "standard", "strict")]
+    if lossy and not c.allow_lossy:
+        raise ValueError(f"speculative_args {lossy} make verification lossy: rollouts would not be the target's own, "
+                         "and another policy would be trained; remove them, or set allow_lossy = True in the recipe")
     return spec
 
 
@@ -122,9 +116,8 @@ def ipc_safe_allocator(ipc: bool):
     """CUDA memory shared with another process must not lie in expandable segments: the receiver would need the system
     call pidfd_getfd, which kernels before 5.6 lack, and every publish would fail. So they are off around the send.
 
-    torch has a setter and no getter. Whether this process runs with them is what its launcher wrote into the
-    environment; only then are they on again afterwards, because forcing them on changes runs that never had them.
-    Shared memory of the CPU is not concerned.
+    torch has a setter and no getter: they are on again afterwards only where the launcher's setting says so, because
+    forcing them on changes runs that never had them. Shared memory of the CPU is not concerned.
     """
     switch = getattr(torch.cuda.memory, "_set_allocator_settings", None)
     if not ipc or switch is None:
@@ -139,8 +132,9 @@ def ipc_safe_allocator(ipc: bool):
             switch("expandable_segments:True")
 
 
-def send(llm, kind: str, tensors: dict[str, Tensor], version: int, ipc: bool = False) -> None:
-    """Bring weights into the engine, in buckets, then install them at once. kind: "target" or "draft".
+def send(llm, kind: str, tensors: dict[str, Tensor], version: int = 0, ipc: bool = False) -> None:
+    """Bring weights into the engine, in buckets, then install them at once. kind: "target" or "draft", which has a
+    version.
 
     Nothing changes before the last bucket has arrived. ipc: the engine's workers are other processes on the same GPUs,
     and a bucket travels as handles of this process's memory.
@@ -173,9 +167,7 @@ def install(worker, kind: str, version: int) -> None:
     inbox, worker.inbox = worker.inbox, {}
     with set_current_vllm_config(worker.vllm_config):
         if kind == "target":
-            worker.reload_weights(weights_iterator=iter(inbox.items()), is_checkpoint_format=True)
-            worker.target_version = version
-            return
+            return worker.reload_weights(weights_iterator=iter(inbox.items()), is_checkpoint_format=True)
         before = read_draft_module(worker)
         wrong = sorted(set(before) ^ set(inbox)) or [n for n in before if before[n].shape != inbox[n].shape]
         if wrong:
@@ -198,7 +190,8 @@ def remember(draft):
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     registered = ("_parameters", "_buffers", "_non_persistent_buffers_set")
     modules = {m: m.__dict__ | {key: m.__dict__[key].copy() for key in registered} for m in draft.modules()}
-    values = {p: p.data.to("cpu", copy=True) for name, p in draft.model.named_parameters() if not borrowed(name)}
+    values = {p: p.data.to("cpu", copy=True)
+              for name, p in draft.model.named_parameters() if not name.startswith(BORROWED)}
 
     def restore() -> None:
         for m, attributes in modules.items():
@@ -242,18 +235,14 @@ def weight_of(linear) -> Tensor:
     return (out[0] if isinstance(out, tuple) else out).T.contiguous()
 
 
-def borrowed(name: str) -> bool:
-    """Whether a parameter of the engine's draft is the target's, or one that drafts of ours do not have."""
-    return name.startswith(("embed_tokens.", "mask_embedding"))
-
-
 def read_draft_module(worker) -> dict[str, Tensor]:
     """What the engine's draft holds, under our names: fused projections cut up, embedding and head left out."""
     inner, tensors = worker.get_draft_model().model, {}
     for name, p in inner.named_parameters():
-        if borrowed(name):
+        if name.startswith(BORROWED):
             continue
-        owner, module = name.rpartition(".")[0], inner.get_submodule(name.rpartition(".")[0])
+        owner = name.rpartition(".")[0]
+        module = inner.get_submodule(owner)
         weight = weight_of(module) if name.endswith(".weight") and hasattr(module, "input_size") else p.data.clone()
         if owner.endswith(".qkv_proj"):
             a = inner.get_submodule(owner.removesuffix(".qkv_proj"))
@@ -268,9 +257,8 @@ def read_draft_module(worker) -> dict[str, Tensor]:
 
 
 def serving_state(worker) -> dict:
-    """Versions and hash of what this worker serves."""
-    return {"target": getattr(worker, "target_version", 0), "draft": getattr(worker, "draft_version", 0),
-            "hash": tensor_hash(read_draft_module(worker))}
+    """Version and hash of the draft that this worker serves."""
+    return {"draft": getattr(worker, "draft_version", 0), "hash": tensor_hash(read_draft_module(worker))}
 
 
 def serves(llm, tensors: dict[str, Tensor]) -> bool:

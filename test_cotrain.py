@@ -16,7 +16,6 @@ from cotrain import (
     collect,
     decide,
     draw,
-    plan_windows,
     problems,
     tell_idle,
     token_logp,
@@ -77,7 +76,8 @@ def test_a_good_drafter_gives_exactly_this_config(tmp_path):
     ({}, lambda raw: raw | {"block_size": 8, "dflash_config": raw["dflash_config"] | {"block_size": 8}},
      "trained with block_size=8, recipe toy says 4"),
     ({}, lambda raw: raw | {"selector_rank": 7}, "selector_rank conflicts with dflash_config.selector_rank: 7 and 4"),
-    ({}, lambda raw: raw | {"target_layer_ids": [0, 1, 3]}, r"target_layer_ids \[0, 1, 3\] and .*\[0, 1, 2\] differ"),
+    ({}, lambda raw: raw | {"target_layer_ids": [0, 1, 3]},
+     r"target_layer_ids conflicts with dflash_config.target_layer_ids: \[0, 1, 3\] and \[0, 1, 2\]"),
     ({}, lambda raw: raw | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, r"\[0, 1, 2\] are not .* plus one"),
     ({"recipe": dataclasses.replace(RECIPE, draft="dflash")}, lambda raw: raw,
      r"no DFlash drafter checkpoint: .*allowed \['DFlashDraftModel'\]"),
@@ -145,7 +145,7 @@ def test_buckets_arrive_whole_before_anything_is_installed(monkeypatch):
     assert list(worker.inbox) == list(tensors)
     rollout.receive(worker, {"new": tensors["0"]}, True, False)              # a new message forgets a half-sent one
     assert list(worker.inbox) == ["new"]
-    send(llm, "target", tensors, 4)
+    send(llm, "target", tensors)
     assert llm.resets == 1
 
 
@@ -228,45 +228,44 @@ def test_rewards_judge_the_last_number():
 # Windows, buffers, decisions
 
 
-def test_windows_drop_short_answers_take_turns_and_respect_limits():
-    c = dataclasses.replace(C, window=8, context=4, owners=2, samples_per_owner=2, tokens_per_owner=26)
-    plan, short = plan_windows([(10, 9), (10, 8), (3, 20), (0, 20), (10, 30), (10, 30), (10, 30)], c)
-    assert short == 2                            # 8 tokens are one too few, and an empty prompt
-    assert plan == [(0, 5, 18, 0), (2, 0, 11, 1), (4, 5, 18, 0), (5, 5, 18, 1)]
-    assert plan_windows([(10, 7)] * 5, c) == ([], 5)
-    tight = dataclasses.replace(c, tokens_per_owner=20)
-    assert len(plan_windows([(10, 30)] * 8, tight)[0]) == 2
+def sample(prompt: int = 6, answer: int = 14, rows: int = 0) -> dict:
+    """Token i is i, and so is the first channel of its hidden row."""
+    context = torch.randn(prompt + answer + rows, 3 * RECIPE.hidden_size)
+    context[:, 0] = torch.arange(len(context))
+    return {"ids": torch.arange(prompt + answer) % 19, "prompt": prompt, "context": context, "advantage": 0.0}
 
 
-def sample(version: int = 0, rows: int = 0) -> dict:
-    ids = torch.arange(20) % 19
-    context = torch.randn(20 + rows, 3 * RECIPE.hidden_size)
-    return {"ids": ids, "prompt": 6, "context": context, "advantage": 0.0}
+def test_windows_leave_out_short_answers_take_turns_and_keep_to_limits():
+    c = dataclasses.replace(C, window=8, context=4, owners=2, samples_per_owner=3, tokens_per_owner=30)
+    buffer = [[], []]
+    samples = [sample(*s) for s in ((10, 9), (10, 8), (3, 20), (0, 20), (10, 30), (9, 30), (8, 30))]
+    assert collect(buffer, samples, 0, c) == (5, 2)        # 8 tokens are one too few, and an empty prompt
+    spans = [[(int(i["context"][0, 0]), int(i["context"][-1, 0]) + 1) for i in owner] for owner in buffer]
+    assert spans == [[(5, 18), (3, 16)], [(0, 11), (4, 17)]]             # three of 13 rows were too much
+    assert collect([[], []], [sample(10, 7)] * 5, 0, c) == (0, 5)
+    collect(buffer, [sample(answer=30)] * 8, 1, dataclasses.replace(c, samples_per_owner=1))
+    assert [len(owner) for owner in buffer] == [1, 1]
 
 
 def test_collected_rows_are_their_tokens_and_versions_do_not_mix():
-    torch.manual_seed(0)
     buffer, samples = [[], []], [sample(), sample(), sample()]
-    plan, _ = plan_windows([(6, 14)] * 3, dataclasses.replace(C, owners=2))
-    collect(buffer, samples, plan, 4, C)
+    collect(buffer, samples, 4, dataclasses.replace(C, owners=2))
     assert [len(owner) for owner in buffer] == [2, 1]
     item = buffer[0][0]
     assert all(torch.equal(item[key], samples[0][key][1:14]) for key in ("ids", "context"))
     assert item["mask"].tolist() == [0] * 5 + [1] * 8
-    collect(buffer, samples, plan[:1], 5, C)                                 # the target moved on: old states go
+    collect(buffer, samples[:1], 5, C)                                       # the target moved on: old states go
     assert [[i["version"] for i in owner] for owner in buffer] == [[5], []]
     with pytest.raises(ValueError, match="21 hidden rows for 20 tokens"):
-        collect(buffer, [sample(rows=1)], plan[:1], 5, C)
+        collect(buffer, [sample(rows=1)], 5, C)
 
 
 def test_a_target_that_stays_does_not_fill_the_buffers_without_end():
-    buffer, plan = [[]], plan_windows([(6, 14)] * 2, C)[0]
-    for c, held in ((dataclasses.replace(C, samples_per_owner=3), 3), (dataclasses.replace(C, tokens_per_owner=30), 2)):
-        for _ in range(3):
-            samples = [sample(), sample()]
-            collect(buffer, samples, plan, 0, c)
-        assert len(buffer[0]) == held
-        assert torch.equal(buffer[0][-1]["context"], samples[1]["context"][1:14])            # the newest stay
+    buffer = [[]]
+    for _ in range(3):
+        samples = [sample(), sample()]
+        collect(buffer, samples, 0, dataclasses.replace(C, samples_per_owner=3))
+    assert len(buffer[0]) == 3 and torch.equal(buffer[0][-1]["context"], samples[1]["context"][1:14])
 
 
 def test_decisions_follow_what_the_owners_hold():
@@ -294,7 +293,7 @@ def ready(kind: str = "dflash2"):
     draft = new_draft(recipe)
     draft.attach(nn.Embedding(20, 16), frozen_linear(torch.randn(20, 16)))
     buffer = [[]]
-    collect(buffer, [sample() for _ in range(4)], plan_windows([(6, 14)] * 4, C)[0], 0, C)
+    collect(buffer, [sample() for _ in range(4)], 0, C)
     return draft, make_optimizers(draft, recipe), buffer
 
 

@@ -308,7 +308,7 @@ def test_a_run_goes_on_after_a_torn_publish_and_the_next_one_arrives(runs):
 
 @pytest.mark.parametrize("name, changes, message", [
     ("engine", "{'max_model_len': 16}", "rollout of step 1 failed in the engine ("),
-    ("windows", "{'window': 60, 'actor_lr': 0.0, 'train_interval': 1, 'owners': 2}",
+    ("windows", "{'window': 60, 'actor_lr': 0.0, 'owners': 2}",
      "128 of 128 answers are shorter than the window of 60 + 1 tokens"),
 ])
 def test_a_run_that_cannot_go_on_says_why(runs, name, changes, message):
@@ -316,4 +316,4 @@ def test_a_run_that_cannot_go_on_says_why(runs, name, changes, message):
     assert message in log, log[-2000:]
     if name == "windows":
         assert log.count("drafter training was due and did not happen (no_trainable_batch)") == 3
-        assert "3 due cycles in a row" in log and len(rows(runs / name)) == 3
+        assert "3 due cycles in a row" in log and len(rows(runs / name)) == 6                # every second step is due

@@ -47,16 +47,16 @@ def make_toy(recipe, folder: Path) -> None:
         raise ValueError(f"the toy's {len(tokenizer)} words reach its mask id {recipe.mask_token_id}")
     tokenizer.save_pretrained(folder)
     stop = tokenizer.eos_token_id
-    state = torch.random.get_rng_state()
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
+    config = LlamaConfig(
         vocab_size=recipe.vocab_size, hidden_size=recipe.hidden_size, intermediate_size=recipe.intermediate_size,
         num_hidden_layers=recipe.num_target_layers, num_attention_heads=recipe.num_attention_heads,
         num_key_value_heads=recipe.num_key_value_heads, head_dim=recipe.head_dim, rms_norm_eps=recipe.rms_norm_eps,
         max_position_embeddings=recipe.max_position_embeddings, tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
-        bos_token_id=None, eos_token_id=stop, pad_token_id=tokenizer.pad_token_id)).float()
-    torch.random.set_rng_state(state)
+        bos_token_id=None, eos_token_id=stop, pad_token_id=tokenizer.pad_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).float()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     for step in range(STEPS):
         rows = []
