@@ -147,49 +147,6 @@ def get_recipe(name: str | None = None) -> Recipe:
     return RECIPES[name]
 
 
-def count_parameters(recipe: Recipe) -> tuple[int, int]:
-    """(parameters that training changes, those of the target's embedding and head that the draft borrows)."""
-    import torch
-
-    from dflash2 import new_draft
-    with torch.device("meta"):
-        trained = sum(p.numel() for p in new_draft(recipe).parameters())
-    return trained, recipe.vocab_size * recipe.hidden_size * (1 if recipe.head_key == recipe.embed_key else 2)
-
-
-def memory_plan(recipe: Recipe, gpus: int, tp: int = 1) -> dict[str, int]:
-    """Bytes per GPU of a training run on `gpus` GPUs with the target spread over `tp` of them, by what needs them.
-
-    bf16 compute, fp32 masters and moments in equal shards; between the micro-steps of an optimizer step the weights
-    stay gathered and the gradients unreduced in fp32. Activations are those that one micro-step keeps for its backward
-    at full length and with every anchor taken; the objective is DSpark's. The engine's own memory (weights, its cache)
-    comes on top.
-    """
-    from objective import buffer_rows, slice_rows
-    H, S, V, K, r = recipe.hidden_size, recipe.max_length, recipe.vocab_size, recipe.block_size, recipe.markov_rank
-    queries, keys = recipe.num_attention_heads * recipe.head_dim, recipe.num_key_value_heads * recipe.head_dim
-    trained, frozen = count_parameters(recipe)
-    taps, rows = len(recipe.target_layer_ids), recipe.num_anchors * K
-    held = recipe.micro_batch if tp > 1 else max(1, recipe.micro_batch // gpus)      # samples that a target captures
-    own = held // tp if held % tp == 0 else held                                     # samples that a GPU trains on
-    layer = rows * (4 * H + 3 * queries + 3 * keys + 4 * recipe.intermediate_size) + S * 3 * keys
-    outside = S * (taps + 2) * H + rows * 2 * H
-    slices = slice_rows([K] * recipe.num_anchors * own, None, V, K, "cuda")
-    widest = max(b - a for a, b in slices)
-    draft_rows, teacher_rows, scratch = buffer_rows(slices, [widest], V, "cuda")
-    return {
-        "embedding and head, bf16": 2 * frozen,
-        "gathered weights, bf16": 2 * trained,
-        "gradients, fp32": 4 * trained + 4 * trained // gpus,
-        "masters, fp32": 4 * trained // gpus,
-        "Adam's moments, fp32": 8 * trained // gpus,
-        "captured states, bf16": 2 * (held + own) * S * (taps + 1) * H,
-        "activations, bf16": 2 * own * (recipe.num_draft_layers * layer + outside),
-        "objective": 4 * (draft_rows + teacher_rows + 2 * scratch) * V + 2 * draft_rows * V     # and a bf16 copy
-                     + 2 * own * rows * 2 * (H + r) + 6 * V * r,
-    }
-
-
 # A random target made on the spot by targets.py. It learns nothing worth having; the whole pipeline runs in under a
 # minute.
 TINY = Recipe(

@@ -9,6 +9,7 @@ them and says of which of its choices it is unsure. Read next: recipe.py, target
 """
 import argparse
 import json
+import math
 import textwrap
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,7 +18,8 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 
 from chat import FAMILIES, encode, family_rule, stop_token_ids
-from recipe import Recipe, count_parameters, get_recipe, memory_plan, spread_layers
+from plan import count_parameters, memory_plan
+from recipe import Recipe, get_recipe, spread_layers
 from targets import SMOLLM2, check_mask_id, check_target, download, plain_errors, target_path
 
 # Config keys by which a target scales its logits, and whether it divides by them.
@@ -87,6 +89,13 @@ def tensor_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
 # The checks: each returns what it saw, or None when there was nothing to see, or raises ValueError with the mend
 
 
+def agree(recipe: Recipe, field: str, theirs: float, says: str) -> None:
+    """ValueError when the target says another number than the recipe."""
+    if not math.isclose(ours := getattr(recipe, field), theirs, rel_tol=1e-6):
+        raise ValueError(f"recipe {recipe.name!r} says {field} = {ours:.7g}, the target's {says} {theirs:.7g}; correct "
+                         "the recipe")
+
+
 def check_layers(recipe: Recipe, target: Target) -> str:
     from capture import check_layer_ids
     if recurrent := sorted(set(getattr(target.config, "layer_types", None) or ()) - ROLLED_BACK):
@@ -121,13 +130,9 @@ def embedding_scale(target: Target) -> float:
 
 def check_embedding(recipe: Recipe, target: Target) -> str:
     """The two tensors that the draft borrows: there, plain, of the recipe's shape."""
-    if abs((scale := embedding_scale(target)) / recipe.embed_scale - 1) > 1e-6:
-        raise ValueError(f"recipe {recipe.name!r} says embed_scale = {recipe.embed_scale:g}, the target's embedding "
-                         f"module multiplies by {scale:g}; correct the recipe")
+    agree(recipe, "embed_scale", embedding_scale(target), "embedding module multiplies by")
     if not target.tensors:
-        if target.config.vocab_size != recipe.vocab_size:
-            raise ValueError(f"recipe {recipe.name!r} says vocab_size = {recipe.vocab_size}, the target's config has "
-                             f"{target.config.vocab_size}; correct the recipe")
+        agree(recipe, "vocab_size", target.config.vocab_size, "config says")
         if target.tied != (recipe.head_key == recipe.embed_key):
             raise ValueError(f"the target {'ties' if target.tied else 'does not tie'} its head to its embedding; set "
                              f"head_key of recipe {recipe.name!r} accordingly (embed_key is {recipe.embed_key!r})")
@@ -161,13 +166,10 @@ def check_logits(recipe: Recipe, target: Target) -> str:
     if cap := getattr(target.config, "final_logit_softcapping", None):
         raise ValueError(f"the target caps its logits (final_logit_softcapping = {cap}), which a linear head cannot; "
                          "targets with capped logits are not supported")
-    scale, end = head_scale(target.config), getattr(target.config, "unpadded_vocab_size", None) or 0
-    if abs(scale / recipe.head_scale - 1) > 1e-6:
-        raise ValueError(f"recipe {recipe.name!r} says head_scale = {recipe.head_scale:g}, the target's config says "
-                         f"{scale:g}; correct the recipe")
-    if end != recipe.output_vocab_size and end < recipe.vocab_size:
-        raise ValueError(f"recipe {recipe.name!r} says output_vocab_size = {recipe.output_vocab_size}, the target's "
-                         f"config says {end}; correct the recipe")
+    agree(recipe, "head_scale", head_scale(target.config), "config says")
+    end = getattr(target.config, "unpadded_vocab_size", None) or 0
+    if end < recipe.vocab_size:
+        agree(recipe, "output_vocab_size", end, "config says")
     return f"scale {recipe.head_scale:g}" + (f", ids from {end} on never come out" if end else "")
 
 

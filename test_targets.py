@@ -25,7 +25,8 @@ import targets
 from capture import TargetEmbeddingsAndHead, applied_head, load_target, table_options
 from conftest import output_of, program
 from dspark import DSparkConfig, DSparkDraft
-from recipe import RECIPES, Recipe, count_parameters, load_recipe, memory_plan
+from plan import count_parameters, memory_plan
+from recipe import RECIPES, Recipe, load_recipe
 from recipe_check import as_constants, check_embedding, findings, mask_candidates, propose, read_target, require_fit
 from targets import byte_tokenizer
 from train import train
