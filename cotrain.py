@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from capture import HFTarget
 from chat import encode_prompt
-from checkpoint import flush, prune, publish, steps_in
+from checkpoint import prune, publish, steps_in
 from data_glm import read_rows
 from dflash2 import new_draft, serving_names
 from journal import Clock, cut_lines
@@ -39,7 +39,7 @@ from optimizers import make_optimizers
 from recipe import COTRAIN, Cotrain, recipe_hash
 from rollout import check_contract, engine_has_dflash2, generate, send, serves, serving_state, start_engine, tensor_hash
 from serve_check import interpret_triton, require_vllm
-from targets import download, locked, plain_errors, target_path
+from targets import download, flush, locked, plain_errors, target_path
 from tasks import REASONING, hub_rows
 
 PATIENCE = 3                                     # due cycles without training, or failed publishes, before the run ends
