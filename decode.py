@@ -280,9 +280,9 @@ def decode(target, draft, prompts: list[Tensor], *, max_new_tokens: int, tempera
     if confidence_threshold > 0 and draft.confidence_head is None:
         raise ValueError("a confidence threshold needs a draft with a confidence head; this one has none")
     settings = (max_new_tokens, temperature, set(stop_token_ids or ()), confidence_threshold, confidence_temperatures)
-    device = prompts[0].device if prompts else None
     rows = deque(Row(i, ids[0].tolist(), ids.shape[1],
-                     torch.Generator(device).manual_seed(seeds[i]) if seeds else None) for i, ids in enumerate(prompts))
+                     torch.Generator(ids.device).manual_seed(seeds[i]) if seeds else None)
+                 for i, ids in enumerate(prompts))
     for group in [rows] if slots > 1 else [deque([row]) for row in rows]:
         with target.session(slots) as session:
             yield from decode_rows(target, draft, session, draft.session(slots), group, slots, *settings, clock)
@@ -307,7 +307,8 @@ def decode_rows(target, draft, session, drafting, waiting: deque, slots: int, ma
             lap("prefill")
         for i, row in reversed(list(enumerate(rows))):
             if row.ids[-1] in stops or len(row.ids) > row.prompt + max_new_tokens:
-                yield row.index, finish(row, max_new_tokens, stops)
+                row.trace.output_ids = row.ids[:row.prompt + max_new_tokens]
+                yield row.index, row.trace
                 rows[i] = rows[-1]
                 rows.pop()
                 if many:
@@ -350,14 +351,6 @@ def decode_rows(target, draft, session, drafting, waiting: deque, slots: int, ma
         session.rollback(starts if many else starts[0])
         drafting.extend(seen.context[:, :max(lengths)], lengths)
         lap("bookkeeping")
-
-
-def finish(row: Row, max_new_tokens: int, stops: set[int]) -> Trace:
-    """The row's trace, its output cut to max_new_tokens and behind the first generated stop token."""
-    generated = row.ids[row.prompt:row.prompt + max_new_tokens]
-    end = next((i + 1 for i, token in enumerate(generated) if token in stops), len(generated))
-    row.trace.output_ids = row.ids[:row.prompt] + generated[:end]
-    return row.trace
 
 
 def check_prompt(input_ids: Tensor, vocab_size: int) -> None:
