@@ -117,7 +117,7 @@ class DSparkConfig:
         return self.sliding_window if self.layer_types and self.layer_types[layer] == "sliding_attention" else None
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write config.json in the DeepSpec layout; dtype: that of the tensors beside it."""
+        """Write config.json in this kind's layout; dtype: that of the tensors beside it."""
         from layouts import save_config
         save_config(self, folder, dtype)
 

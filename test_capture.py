@@ -15,11 +15,6 @@ from recipe import TINY
 from targets import target_path
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def target():
     return HFTarget.from_pretrained(target_path(TINY), TINY.target_layer_ids)

@@ -17,7 +17,6 @@ from dflash2 import ConvLayer, DFlash2Config, DFlash2Draft, convolve, new_draft,
 from dspark import DSparkDraft, Supervision
 from export import from_speculators
 from recipe import TINY
-from test_dspark import one_thread  # noqa: F401
 
 SMALL = DFlash2Config(
     vocab_size=11, hidden_size=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=4,

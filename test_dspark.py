@@ -36,15 +36,6 @@ SMALL = DSparkConfig(
     rope_theta=100.0, num_anchors=64)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Everything here is tiny: a second thread only costs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def head_config(head: str) -> dict:
     """Config changes for a Markov head, with a confidence head that reads its embedding where there is one."""
     return {"markov_rank": 0 if head == "none" else 3, "markov_head_type": "vanilla" if head == "none" else head,
@@ -590,7 +581,7 @@ class LookupSession:
         return self
 
     def __exit__(self, *exc):
-        self.close()
+        pass
 
     def extend(self, ids: Tensor) -> Captured:
         new = ids[0].tolist()
@@ -602,9 +593,6 @@ class LookupSession:
     def rollback(self, length: int) -> None:
         assert 0 < length <= len(self.ids)
         del self.ids[length:]
-
-    def close(self) -> None:
-        self.ids = []
 
 
 def bad_draft(head: str, seed: int = 20, layers: int = 1) -> DSparkDraft:

@@ -33,7 +33,6 @@ from dspark import DSparkDraft
 from kvcache import PackedLinear, pack_linears
 from recipe import TINY
 from targets import target_path
-from test_dspark import one_thread  # noqa: F401
 from train import train
 
 HERE = Path(__file__).parent

@@ -25,7 +25,7 @@ import test_dspark
 from attention import Attention, Visibility, rope_tables
 from conftest import output_of, program
 from dspark import DSparkConfig, DSparkDraft
-from test_dspark import HEADS, one_thread  # noqa: F401 - tiny models, one thread
+from test_dspark import HEADS
 
 SMALL = DSparkConfig(
     vocab_size=37, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -297,7 +297,7 @@ def test_explanations_tell_overflow_from_bad_input():
 def started(tmp_path_factory):
     """Two gloo processes that run all jobs below, started before the first test so that nobody waits for them long."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, [program(__file__, folder, 2, rank) for rank in range(2)]
+    return folder, [program(__file__, folder, rank) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -387,9 +387,8 @@ def test_one_bad_rank_is_seen_by_all_and_named(ranks):
 
 
 if __name__ == "__main__":
-    folder, world, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    folder, rank = sys.argv[1], int(sys.argv[2])
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     torch.save({job.__name__: job(rank) for job in (job_plain, job_fsdp, job_poisoned)}, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

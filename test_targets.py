@@ -44,11 +44,6 @@ SMALL_RUN = {"num_draft_layers": 2, "markov_rank": 8, "num_anchors": 4, "global_
              "eval_limit": 1, "eval_max_new_tokens": 6, "max_position_embeddings": 512}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 def text(recipe: Recipe, **changes) -> dict:
     """Arguments of a family's text config."""
     return {"num_hidden_layers": recipe.num_target_layers, "vocab_size": recipe.vocab_size, "rope_parameters": ROPE,
