@@ -115,7 +115,7 @@ class Attention(nn.Module):
         return rotate(self.k_norm(self.heads(self.k_proj(x))), rope), self.heads(self.v_proj(x))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], context_kv: tuple[Tensor, Tensor],
-                visible: "Visibility | list") -> Tensor:
+                visible: Visibility | list) -> Tensor:
         """x [B, rows, H]; context_kv two [B, kv, S, D]; visible: training's rule, or in decoding (context length, mask
         or None) of each sample: a sample's rows see that much context and one another."""
         q = rotate(self.q_norm(self.heads(self.q_proj(x))), rope)

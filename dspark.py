@@ -146,8 +146,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rope, context, context_rope, visible) -> Tensor:
-        """context: [B, S, H] in training (its keys and values are made here), or cached (keys, values) when decoding.
-        """
+        """context: [B, S, H] in training (keys and values are made here), or cached (keys, values) in decoding."""
         context_kv = self.self_attn.keys_values(context, context_rope) if isinstance(context, Tensor) else context
         x = x + self.self_attn(self.input_layernorm(x), rope, context_kv, visible)
         return x + self.mlp(self.post_attention_layernorm(x))
