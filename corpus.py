@@ -297,16 +297,12 @@ def collect(source: str, path: Path, size: int, seed: int) -> None:
         write_atomic(path, lines())
     spool.unlink()
     listed.rename(path.with_name("rejected.jsonl"))
-    print_table([("rows read", total, ""),
-                 *((f"left out: {r}", n, place_of.get(r, "")) for r, n in reasons.most_common() if n),
-                 *((f"kept, {r}", n, "") for r, n in counts.most_common() if n),
-                 (f"conversations in {path}", len(sample), "")])
+    table = [("rows read", total, ""),
+             *((f"left out: {r}", n, place_of.get(r, "")) for r, n in reasons.most_common() if n),
+             *((f"kept, {r}", n, "") for r, n in counts.most_common() if n),
+             (f"conversations in {path}", len(sample), "")]
+    width = max(len(what) for what, *_ in table)
+    for what, number, place in table:
+        print(f"{what:<{width}}  {number:>10,}" + (f"   first: {place}" if place else ""), flush=True)
     if not sample:
         raise ValueError(f"no row of {source} can be used; {path.with_name('rejected.jsonl')} says why for each")
-
-
-def print_table(rows: list[tuple[str, int, str]]) -> None:
-    """(what, how many, first place) in columns."""
-    width = max(len(what) for what, _, _ in rows)
-    for what, number, place in rows:
-        print(f"{what:<{width}}  {number:>10,}" + (f"   first: {place}" if place else ""), flush=True)

@@ -71,15 +71,15 @@ def prepare(recipe: Recipe) -> Path:
     """
     if recipe.corpus != "own:gsm_symbolic":
         corpus_path(recipe)                      # refuses names of no kind
-        path = source_path(recipe)
-        settings, noted = {"source": recipe.corpus.removeprefix("regen:"), "size": recipe.corpus_size,
-                           "seed": recipe.seed, "version": 1}, path.with_name("settings.json")
+        path, source = source_path(recipe), recipe.corpus.removeprefix("regen:")
+        settings = {"source": source, "size": recipe.corpus_size, "seed": recipe.seed, "version": 1}
+        noted = path.with_name("settings.json")
         with locked(path.parent / "lock"):
             if path.is_file() and noted.is_file() and json.loads(noted.read_text()) == settings:
                 print(f"corpus of {recipe.name}: {path} (already there; delete it to read the source again)")
-                return path
-            collect(settings["source"], path, recipe.corpus_size, recipe.seed)
-            write_atomic(noted, json.dumps(settings, indent=2) + "\n")
+            else:
+                collect(source, path, recipe.corpus_size, recipe.seed)
+                write_atomic(noted, json.dumps(settings, indent=2) + "\n")
         return path
     path = corpus_path(recipe)
     folder, tokenizer = checked_target(recipe)
@@ -272,8 +272,8 @@ def load_tokens(recipe: Recipe) -> Tokens:
                 build_cache(recipe, folder, cache)
     tokens = Tokens(cache, recipe.min_supervised)
     if len(tokens) < recipe.min_retention * tokens.total:
-        short = sorted(set(range(len(tokens.starts) - 1)) - set(tokens.rows.tolist()))
-        span = slice(tokens.starts[short[0]], tokens.starts[short[0] + 1]) if short else slice(0, 0)
+        short = np.setdiff1d(np.arange(len(tokens.starts) - 1), tokens.rows)
+        span = slice(*tokens.starts[short[0]:short[0] + 2]) if len(short) else slice(0)
         raise ValueError(f"only {len(tokens)} of {tokens.total} samples of {corpus_path(recipe)} have at least "
                          f"{recipe.min_supervised} supervised tokens; expected {recipe.min_retention:.0%}. Either "
                          f"chat_family {recipe.chat_family!r} does not fit this tokenizer, or max_length "

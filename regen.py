@@ -249,17 +249,15 @@ class Servers:
         self.lock = threading.Lock()
 
     def take(self) -> str:
-        """The well server with the least to do; waits while all rest."""
-        while True:
-            with self.lock:
-                now = time.monotonic()
-                well = [url for url, s in self.state.items() if s["rests_until"] <= now]
-                if well:
-                    url = min(well, key=lambda u: (self.state[u]["busy"], self.state[u]["served"]))
-                    self.state[url]["busy"] += 1
-                    return url
-                wait = min(s["rests_until"] for s in self.state.values()) - now
-            time.sleep(max(wait, 0.01))
+        """The well server with the least to do; when all rest, the first that will be well, after its rest."""
+        with self.lock:
+            now = time.monotonic()
+            url, state = min(self.state.items(), key=lambda pair: (max(pair[1]["rests_until"] - now, 0),
+                                                                   pair[1]["busy"], pair[1]["served"]))
+            state["busy"] += 1
+            wait = state["rests_until"] - now
+        time.sleep(max(wait, 0))
+        return url
 
     def give_back(self, url: str, ok: bool) -> None:
         """A server that fails rests, twice as long after each failure in a row, half a minute at most."""

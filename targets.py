@@ -34,11 +34,6 @@ CHATML = ("{% for message in messages %}"
           "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 
 
-def cache_folder() -> Path:
-    """Where everything that outlives a clone is kept: $XDG_CACHE_HOME/nanospec, else ~/.cache/nanospec."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanospec"
-
-
 def target_path(recipe: Recipe) -> Path:
     """Folder with config.json, safetensors, generation_config.json and tokenizer files of the recipe's target.
 
@@ -85,9 +80,9 @@ def check_mask_id(recipe: Recipe, tokenizer) -> None:
     if not 0 <= mask < recipe.vocab_size:
         raise ValueError(f"mask_token_id {mask} of recipe {recipe.name!r} is no row of the target's embedding "
                          f"(0..{recipe.vocab_size - 1}); choose an id that the tokenizer does not use")
-    if tokenizer.convert_ids_to_tokens(mask) is None:            # padding, or a hole: len(tokenizer) says nothing here
+    if (token := tokenizer.convert_ids_to_tokens(mask)) is None:     # padding, or a hole: len(tokenizer) says nothing
         return
-    for text in {tokenizer.decode([mask]), tokenizer.convert_ids_to_tokens(mask)}:
+    for text in {tokenizer.decode([mask]), token}:
         if mask in tokenizer(text, add_special_tokens=False)["input_ids"]:
             raise ValueError(f"mask_token_id {mask} of recipe {recipe.name!r} is the token {text!r}, which text can "
                              "contain; choose a padded row of the embedding, or take that token out of added_tokens in "
@@ -181,12 +176,13 @@ def flush(*paths: Path) -> None:
 
 
 def made_once(name: str, make) -> Path:
-    """The cache folder targets/<name>; `make(folder)` fills it if it is missing or incomplete.
+    """~/.cache/nanospec/targets/<name> (or under $XDG_CACHE_HOME); `make(folder)` fills it if it is missing or
+    incomplete.
 
     It is filled under a temporary name, its file sizes are noted in complete.json, everything is forced to the disk,
     then renamed: whatever interrupts this, the next call finds a complete folder or starts over.
     """
-    folder = cache_folder() / "targets" / name
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "nanospec", "targets", name)
     if is_complete(folder):
         return folder
     partial = folder.with_name(name + ".partial")
