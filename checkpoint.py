@@ -4,7 +4,7 @@
         model.safetensors    the draft, DeepSpec tensor names, in the compute dtype
         config.json          its geometry
         recipe.json          the recipe that trained it
-        trainer.json         the loop's counters; size and checksum of every file in state/
+        trainer.json         the loop's counters; size and checksum of every other file
         state/               fp32 masters and optimizer moments, each rank's shards (torch.distributed.checkpoint)
     out/<recipe>/latest      a link to the newest one
 
@@ -86,19 +86,24 @@ def save_checkpoint(out: Path, step: int, draft, optimizers, recipe: Recipe, cou
     """
     rank, final, partial = dist.get_rank(), out / f"step_{step}", out / f".step_{step}.partial"
     for left in out.glob(".step_*.partial"):                         # by a run that was killed in here or in prune
-        shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(left, ignore_errors=True)                      # its other ranks remove it, too
+    problem = f"{partial} cannot be removed" if partial.exists() else ""
     dist.barrier()
-    state, first, problem, sums, metadata = partial / "state", False, "", {}, b""
-    with contextlib.suppress(OSError):           # another rank of this disk was faster, or saving will say why not
+    state, first, sums, metadata = partial / "state", False, {}, b""
+    try:
         partial.mkdir(parents=True)
         first = True
+    except FileExistsError:                                          # another rank of this disk was faster
+        pass
+    except OSError as error:
+        problem = str(error)
     try:
         dcp.save(training_state(draft, optimizers), checkpoint_id=state)
         sums = {path.name: checksum(path) for path in state.glob(f"__{rank}_*")}
         if rank == 0:
             sums[".metadata"], metadata = checksum(state / ".metadata"), (state / ".metadata").read_bytes()
     except (OSError, CheckpointException) as error:
-        problem = str(error).strip().splitlines()[-1]
+        problem = problem or str(error).strip().splitlines()[-1]
     everyone, tensors = gather((sums, metadata)), full_tensors(draft, dtype)
     if first and not problem:
         try:

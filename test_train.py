@@ -488,6 +488,12 @@ def test_a_disk_that_is_full_while_saving_leaves_the_checkpoints_before_it(recip
     assert not list(out.glob(".step*")) and not checkpoint.damage(out / "latest")
 
 
+def test_what_stands_where_a_checkpoint_is_written_is_named(recipe, tmp_path):
+    (tmp_path / ".step_0.partial").write_text("no folder")
+    with pytest.raises(SystemExit, match=r"step 0 could not be saved.*step_0\.partial cannot be removed"):
+        train.train(recipe, tmp_path)
+
+
 def test_a_disk_that_is_full_while_logging_ends_with_a_sentence(recipe, tmp_path, monkeypatch, capsys):
     write = train.Journal.write
     with small_files(10) as no_room:
