@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 BINS = 20                                        # of equal width
-GRID = np.geomspace(0.05, 20, 241)               # temperatures that are tried
+# Temperatures that are tried, from 1 outwards: among equals, and where nothing was observed, the nearest to 1 is taken.
+GRID = np.array(sorted(np.geomspace(0.05, 20, 241), key=lambda t: abs(np.log(t))))
 
 
 def observations(samples: list[dict]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

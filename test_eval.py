@@ -450,6 +450,8 @@ def test_what_follows_an_accepted_stop_is_not_observed():
     logits, accepted, observed = calibrate.observations([sample])
     assert accepted.tolist() == [[True, False, False], [True, True, False]]
     assert observed.tolist() == [[True] * 3, [True, True, False]] and logits.shape == (2, 3)
+    never = calibrate.fit_temperatures(logits, accepted, observed & [True, True, False])[2]
+    assert never == pytest.approx(1.0)           # nothing says otherwise
     with pytest.raises(ValueError, match="no confidence head"):
         calibrate.observations([sample | {"confidence_logits": [[], []]}])
 
