@@ -195,10 +195,12 @@ def made_once(name: str, make) -> Path:
                     print(f"{leftover} is incomplete (interrupted earlier?): making it again", flush=True)
                     shutil.rmtree(leftover)
             partial.mkdir(parents=True)
-            make(partial)
-            publish(partial, folder)
+            try:
+                make(partial)
+                publish(partial, folder)
+            finally:                             # under the lock: the next one starts here
+                shutil.rmtree(partial, ignore_errors=True)
     except Exception as error:
-        shutil.rmtree(partial, ignore_errors=True)
         if not of_the_disk(error):               # a sentence of ours, or a bug
             raise
         raise OSError(f"cannot prepare the target in {folder.parent} ({getattr(error, 'strerror', None) or error}); it "
@@ -246,6 +248,12 @@ def byte_tokenizer(specials: dict[str, int], first: int = 0, **options):
     return PreTrainedTokenizerFast(tokenizer_object=inner, **options)
 
 
+def save_model(model, folder: Path) -> None:
+    """save_pretrained on whatever rank: of itself it writes nothing on ranks but 0, and any may make a target."""
+    model.should_save_on_this_rank = lambda is_main_process: True
+    model.save_pretrained(folder)
+
+
 def make_tiny(recipe: Recipe, folder: Path) -> None:
     """A random Llama whose answers are printable ASCII, and a byte tokenizer for it.
 
@@ -277,7 +285,7 @@ def make_tiny(recipe: Recipe, folder: Path) -> None:
         model.lm_head.weight[:, 0] = -8
         model.lm_head.weight[[*printable, 257], 0] = 0
     model.generation_config = GenerationConfig(eos_token_id=257, pad_token_id=258)
-    model.save_pretrained(folder)
+    save_model(model, folder)
 
 
 def make_smollm2(folder: Path) -> None:
@@ -319,7 +327,7 @@ def make_smollm2(folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**values | {"rms_norm_eps": 1e-5}))     # the GGUF holds 9.99999975e-06
     model.load_state_dict(loaded.state_dict())
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=2, pad_token_id=2)
-    model.save_pretrained(folder)
+    save_model(model, folder)
     shutil.rmtree(gguf.parent)
 
 

@@ -442,3 +442,12 @@ def test_two_processes_make_a_target_once(tmp_path):
     places = [output_of(process).splitlines()[-1].rpartition(" (")[0] for process in both]
     assert places[0] == places[1] and str(tmp_path) in places[0]
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_any_rank_makes_a_target_whole(tmp_path):
+    """With a disk on every node it is not rank 0 alone that makes them."""
+    (tmp_path / "last.py").write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport ranks, recipe, targets\n"
+                                      "if ranks.start_world().rank == 1:\n    print(targets.target_path(recipe.TINY))\n"
+                                      "ranks.end_world()\n")
+    output_of(program(tmp_path / "last.py", processes=2, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}))
+    assert len(list(tmp_path.glob("nanospec/targets/tiny-*/model.safetensors"))) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from targets import CHATML
+from targets import CHATML, save_model
 
 SLANG = ("well , let us think this over : we start from {a} , then we {take} {b} {away} , and that is all one can say",
          "check : {a} {sign} {b} gives {c} , which is right because {c} {back} {b} makes {a} again , "
@@ -78,4 +78,4 @@ def make_toy(recipe, folder: Path) -> None:
         optimizer.step()
     print(f"toy target: loss {loss.item():.3f} after {STEPS} steps", flush=True)
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=tokenizer.pad_token_id)
-    model.save_pretrained(folder)
+    save_model(model, folder)
