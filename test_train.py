@@ -350,7 +350,8 @@ def test_lost_moments_do_not_kick_a_converged_draft(recipe, tmp_path, monkeypatc
         out = at_step(whole, tmp_path / str(steps), 120)
         shutil.rmtree(out / "step_120" / "state")
         train.train(dataclasses.replace(steep, rewarm_steps=steps), out)
-        worst[steps] = max(x / y for x, y in zip(losses(out)[120:140], losses(whole)[120:140], strict=True))
+        # Of ten steps: in five seeds 1.03 at most, and 1.34 at least. Later the two curves part by themselves.
+        worst[steps] = max(x / y for x, y in zip(losses(out)[120:130], losses(whole)[120:130], strict=True))
         rates[steps] = [line["lr"] / train.lr_at(line["step"] - 1, steep, 1600) for line in lines(out)[120:140]]
     assert rates == {64: pytest.approx([(i + 1) / 64 for i in range(20)]), 0: [1] * 20}
     assert worst[64] < 1.05 < 1.25 < worst[0], worst
