@@ -9,6 +9,7 @@ hidden_states[i + 1]; -1 is the embedding output; the last decoder layer is forb
 its output after the final norm and engines disagree about it. Ids are strictly increasing. Read next: train.py (who
 captures and when it drains), eval_deepspec.py (sessions at work).
 """
+import contextlib
 import json
 import sys
 from dataclasses import dataclass
@@ -40,90 +41,32 @@ def check_layer_ids(layer_ids, num_layers: int) -> tuple[int, ...]:
     return ids
 
 
-class HFTarget:
-    """Any transformers causal LM, read through forward hooks: no layer but the requested ones is kept, no logits are
-    made."""
+class Target:
+    """What a frozen target offers, whoever runs it. A subclass brings `_whole` (the states of whole samples), `_fits`
+    (which samples one forward takes together), `plain` and `session`."""
 
-    def __init__(self, model: nn.Module, layer_ids):
-        self.model = model.eval().requires_grad_(False)
-        config = model.config.get_text_config()
-        self.decoder = model.get_decoder()
-        if not hasattr(self.decoder, "layers"):  # some name their stack otherwise
-            self.decoder = getattr(self.decoder, "model", self.decoder)
-        if not hasattr(self.decoder, "layers"):
-            raise ValueError(f"{type(model).__name__} has no stack of decoder layers that this version can find")
-        self.embed_tokens, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+    def __init__(self, layer_ids, config, embed_tokens: nn.Module, lm_head: nn.Linear, generation_config):
         self.layer_ids = check_layer_ids(layer_ids, config.num_hidden_layers)
         self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
-        self.vocab_size = self.embed_tokens.weight.shape[0]
-        self.device, self.dtype = self.embed_tokens.weight.device, self.embed_tokens.weight.dtype
-        self.generation_config = model.generation_config
-        self._seen: dict[int, Tensor] = {}
-        self._hook()
-
-    @classmethod
-    def from_pretrained(cls, path: str | Path, layer_ids, dtype: torch.dtype | None = None, device="cpu") -> "HFTarget":
-        """Load from a folder or hub name. dtype None: float32 on a CPU (bf16 is slower there), the file's own
-        elsewhere."""
-        from transformers import AutoConfig
-        from transformers.utils import is_flash_attn_2_available
-
-        cuda = torch.device(device).type == "cuda"
-        attention = ("flash_attention_2" if is_flash_attn_2_available() else "sdpa") if cuda else None
-        check_layer_ids(layer_ids, AutoConfig.from_pretrained(path).get_text_config().num_hidden_layers)
-        model = load_model(path, dtype or ("auto" if cuda else torch.float32), device, attention)
-        return cls(model, layer_ids)
-
-    def _hook(self) -> None:
-        layers = self.decoder.layers
-        self._hooks = [layers[i].register_forward_hook(self._keeper(i)) if i >= 0 else
-                       layers[0].register_forward_pre_hook(self._keep_input, with_kwargs=True) for i in self.layer_ids]
-
-    def _keeper(self, i: int):
-        def hook(module, args, output):
-            self._seen[i] = output[0] if isinstance(output, tuple) else output
-        return hook
-
-    def _keep_input(self, module, args, kwargs):
-        self._seen[-1] = args[0] if args else kwargs["hidden_states"]
-
-    @torch.no_grad()
-    def _run(self, ids: Tensor, **kwargs) -> Captured:
-        """The decoder without its head on ids [1, n]."""
-        self._seen.clear()
-        cached = "past_key_values" in kwargs
-        final = self.decoder(input_ids=ids.to(self.device), use_cache=cached, **kwargs).last_hidden_state
-        context = torch.cat([self._seen[i] for i in self.layer_ids], -1)
-        self._seen.clear()
-        return Captured(context, final)
+        self.embed_tokens, self.lm_head, self.generation_config = embed_tokens, lm_head, generation_config
+        self.vocab_size = embed_tokens.weight.shape[0]
+        self.device, self.dtype = embed_tokens.weight.device, embed_tokens.weight.dtype
 
     def capture(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Captured:
-        """input_ids [B, S], right-padded; attention_mask [B, S]. Rows run one by one at their true length: no padding
-        is computed, and a sample's states do not depend, to the bit, on what it is batched with."""
+        """input_ids [B, S], right-padded; attention_mask [B, S]. No padding is computed."""
         B, S = input_ids.shape
-        lengths = [S] * B if attention_mask is None else attention_mask.sum(1).tolist()
+        lengths = [S] * B if attention_mask is None else [int(n) for n in attention_mask.sum(1)]
         context = torch.zeros(B, S, len(self.layer_ids) * self.hidden_size, dtype=self.dtype, device=self.device)
         final = torch.zeros(B, S, self.hidden_size, dtype=self.dtype, device=self.device)
-        for b, n in enumerate(int(n) for n in lengths):
-            if n:
-                row = self._run(input_ids[b:b + 1, :n])
-                context[b, :n], final[b, :n] = row.context[0], row.final[0]
+        rows = [b for b in range(B) if lengths[b]]
+        while rows:
+            part = [rows.pop(0)]
+            while rows and self._fits([lengths[b] for b in (*part, rows[0])]):
+                part.append(rows.pop(0))
+            states, n = self._whole([input_ids[b:b + 1, :lengths[b]] for b in part]), [lengths[b] for b in part]
+            for b, c, f in zip(part, states.context[0].split(n), states.final[0].split(n), strict=True):
+                context[b, :len(c)], final[b, :len(f)] = c, f
         return Captured(context, final)
-
-    @torch.no_grad()
-    def plain(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """For `probe`: what the target computes by itself, capture off, on ids [1, S]: final [S, H], and the logits
-        [V] behind the last token."""
-        for hook in self._hooks:
-            hook.remove()
-        try:
-            out = self.decoder(input_ids=input_ids.to(self.device), use_cache=False)
-            return out.last_hidden_state[0], self.model(input_ids.to(self.device), use_cache=False).logits[0, -1]
-        finally:
-            self._hook()
-
-    def session(self, slots: int = 1) -> "HFSession":
-        return HFSession(self, slots)
 
     def drain(self) -> None:
         """Wait for all device work; nothing to wait for on a CPU. The training loop calls it twice per micro-step.
@@ -136,14 +79,78 @@ class HFTarget:
             torch.cuda.synchronize(self.device)
 
 
-class HFSession:
-    """Growing sequences with cached keys and values, one or (slots > 1) many at once; use as a context manager.
+class Session(contextlib.AbstractContextManager):
+    """Growing sequences with cached keys and values, one or (slots > 1) many at once.
 
     A session of one slot is one sequence. One of many slots is empty at first: `admit` adds a sequence as the last
     row, `drop` takes one out (the last row moves to its place), `extend` and `rollback` work on all rows.
     """
 
-    def __init__(self, target: HFTarget, slots: int = 1, room: int = 512):
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+
+class HFTarget(Target):
+    """Any transformers causal LM, read through forward hooks: no layer but the requested ones is kept, no logits are
+    made."""
+
+    def __init__(self, model: nn.Module, layer_ids):
+        self.model = model.eval().requires_grad_(False)
+        self.decoder = model.get_decoder()
+        if not hasattr(self.decoder, "layers"):
+            raise ValueError(f"{type(model).__name__} has no stack of decoder layers that this version can find")
+        super().__init__(layer_ids, model.config.get_text_config(), model.get_input_embeddings(),
+                         model.get_output_embeddings(), model.generation_config)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, layer_ids, dtype: torch.dtype | None = None, device="cpu") -> "HFTarget":
+        """Load from a folder or hub name. dtype None: float32 on a CPU (bf16 is slower there), the file's own
+        elsewhere."""
+        from transformers.utils import is_flash_attn_2_available
+
+        cuda = torch.device(device).type == "cuda"
+        attention = ("flash_attention_2" if is_flash_attn_2_available() else "sdpa") if cuda else None
+        return cls(load_model(path, dtype or ("auto" if cuda else torch.float32), device, attention), layer_ids)
+
+    @torch.no_grad()
+    def _run(self, ids: Tensor, **cached) -> Captured:
+        """The decoder without its head on ids [1, n]. A layer's output is what goes into the next one."""
+        seen = []
+
+        def keep(module, args, kwargs):
+            seen.append(args[0] if args else kwargs["hidden_states"])
+
+        hooks = [self.decoder.layers[i + 1].register_forward_pre_hook(keep, with_kwargs=True) for i in self.layer_ids]
+        try:
+            final = self.decoder(input_ids=ids.to(self.device), use_cache=bool(cached), **cached).last_hidden_state
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return Captured(torch.cat(seen, -1), final)
+
+    def _fits(self, lengths: list[int]) -> bool:
+        """One by one: a sample's states do not depend, to the bit, on what it is batched with."""
+        return False
+
+    def _whole(self, samples: list[Tensor]) -> Captured:
+        return self._run(*samples)
+
+    @torch.no_grad()
+    def plain(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """For `probe`: what the target computes by itself, capture off, on ids [1, S]: final [S, H], and the logits
+        [V] behind the last token."""
+        ids = input_ids.to(self.device)
+        return (self.decoder(input_ids=ids, use_cache=False).last_hidden_state[0],
+                self.model(ids, use_cache=False).logits[0, -1])
+
+    def session(self, slots: int = 1) -> "HFSession":
+        return HFSession(self, slots)
+
+
+class HFSession(Session):
+    """Keys and values in memory that is allocated once and doubled when it is full (kvcache.py)."""
+
+    def __init__(self, target: HFTarget, slots: int):
         from kvcache import SlotCache, register_attention
         if slots > 1:                            # rows of different lengths need our own masks
             if target.model.config._attn_implementation == "eager":
@@ -151,14 +158,8 @@ class HFSession:
                                  "decode it with a batch size of 1")
             target.model.set_attn_implementation(register_attention())
         self.target = target
-        self.cache = SlotCache(target.num_layers, slots, room, target.device)
+        self.cache = SlotCache(target.num_layers, slots, 512, target.device)
         self.cache.use(0, slots if slots == 1 else 0)
-
-    def __enter__(self) -> "HFSession":
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.close()
 
     @property
     def length(self) -> int:
@@ -230,28 +231,25 @@ class TargetEmbeddingsAndHead:
     def __init__(self, path: str | Path, dtype: torch.dtype, device="cpu", *,
                  embed_key: str = "model.embed_tokens.weight", head_key: str = "lm_head.weight",
                  embed_scale: float = 1.0, embed_norm_key: str = "", rows: int = 0):
-        def read(key: str) -> Tensor:
+        def read(key: str, rows: int = rows) -> Tensor:
             weight = read_tensor(Path(path), key)
             if not weight.is_floating_point() or weight.element_size() < 2:
                 raise ValueError(f"{key} in {path} is stored as {weight.dtype}; embedding and head must not be "
                                  "quantised")
-            return weight.to(device, dtype)
-
-        def read_table(key: str) -> Tensor:
-            table = read(key)
-            return torch.cat((table, table.new_zeros(max(0, rows - len(table)), table.shape[1]))) if rows else table
+            missing = weight.new_zeros(max(0, rows - len(weight)), *weight.shape[1:])
+            return torch.cat((weight, missing)).to(device, dtype) if len(missing) else weight.to(device, dtype)
 
         config = json.loads((Path(path) / "config.json").read_text())
         tied = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", False))
-        table = read_table(embed_key)
-        head = table if tied or head_key == embed_key else read_table(head_key)
+        table = read(embed_key)
+        head = table if tied or head_key == embed_key else read(head_key)
         if head.shape != table.shape:
             raise ValueError(f"{embed_key} and {head_key} in {path} have shapes {tuple(table.shape)} and "
                              f"{tuple(head.shape)}; they must be equal")
         self.embed_tokens = TargetEmbedding.from_pretrained(table)
         self.embed_tokens.scale = embed_scale
         if embed_norm_key:
-            self.embed_tokens.norm = read(embed_norm_key)
+            self.embed_tokens.norm = read(embed_norm_key, 0)
             self.embed_tokens.eps = config.get("text_config", config)["rms_norm_eps"]
         self.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False, device="meta")
         self.lm_head.weight = nn.Parameter(head, requires_grad=False)
@@ -300,11 +298,9 @@ def load_target(recipe, device="cpu", path: str | Path | None = None):
     else:
         raise ValueError(f"recipe {recipe.name} asks for engine {recipe.engine!r}; there are 'transformers' and "
                          "'sglang'")
-    for name, have, want in (("layers", target.num_layers, recipe.num_target_layers),
-                             ("hidden size", target.hidden_size, recipe.hidden_size),
-                             ("embedding rows", target.vocab_size, recipe.vocab_size)):
-        if have != want:
-            raise ValueError(f"recipe {recipe.name} says {want} {name}, the target has {have}; correct recipe.py")
+    if target.vocab_size != recipe.vocab_size:       # layers and width: target_path
+        raise ValueError(f"recipe {recipe.name} says {recipe.vocab_size} embedding rows, the target has "
+                         f"{target.vocab_size}; correct recipe.py")
     target.lm_head = applied_head(target.lm_head, recipe)
     return target
 
@@ -391,12 +387,13 @@ def probe(target, reference: nn.Module | None, prompts: list[list[int]]) -> list
 
     samples = [own_answer(target, ids, PROBE_TOKENS, seed) for seed, ids in enumerate(prompts)]
     rows = [*samples, samples[0][:len(samples[0]) // 2]]                                      # a batch of four
-    input_ids, mask = (torch.nn.utils.rnn.pad_sequence(x, batch_first=True).to(target.device) for x in (
-        [torch.tensor(ids) for ids in rows], [torch.ones(len(ids), dtype=torch.long) for ids in rows]))
+    tensors = [torch.tensor(ids, device=target.device) for ids in rows]
+    input_ids, mask = (nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (
+        tensors, [torch.ones_like(ids) for ids in tensors]))
     batch = target.capture(input_ids, mask)
     together = [Captured(batch.context[b:b + 1, :len(ids)], batch.final[b:b + 1, :len(ids)])
                 for b, ids in enumerate(rows)]
-    alone = [target.capture(torch.tensor([ids], device=target.device)) for ids in rows]
+    alone = [target.capture(ids[None]) for ids in tensors]
     widths = (batch.context.shape[-1], batch.final.shape[-1])
     check("widths", str(widths), widths == (k * H, H), f"{k} layers and the final state of {H} channels each")
     if failed:
@@ -408,13 +405,12 @@ def probe(target, reference: nn.Module | None, prompts: list[list[int]]) -> list
     cosine = [float(nn.functional.cosine_similarity(x.float(), one[-1].float(), dim=-1).mean()) for x in one]
     nearest, error = names, [float("nan")] * (k + 1)
     if reference is not None:
-        hidden = [reference(torch.tensor([ids], device=target.device), output_hidden_states=True, use_cache=False,
-                            logits_to_keep=1).hidden_states for ids in rows]
+        hidden = [reference(ids[None], output_hidden_states=True, use_cache=False, logits_to_keep=1).hidden_states
+                  for ids in tensors]
         truth = [torch.cat([h[i][0] for h in hidden]) for i in range(len(hidden[0]))]         # embedding, layer 0, ...
-        error = [max(apart(x, truth[i + 1]) for x in pair) for i, *pair in zip(
-            (*target.layer_ids, len(truth) - 2), one, four, strict=True)]
         far = [[apart(x, t) for t in truth] for x in one]
-        nearest = [("final" if (i := min(range(len(f)), key=f.__getitem__)) == len(f) - 1 else str(i - 1)) for f in far]
+        error = [f[i + 1] for f, i in zip(far, (*target.layer_ids, len(truth) - 2), strict=True)]
+        nearest = ["final" if (i := f.index(min(f))) == len(f) - 1 else str(i - 1) for f in far]
     print(f"{'stream':>8}{'RMS':>12}{'difference':>12}{'nearest':>9}{'cosine to final':>17}")
     for name, x, e, near, c in zip(names, one, error, nearest, cosine, strict=True):
         print(f"{name:>8}{float(rms(x).mean()):>12.4g}{e:>12.2e}{near:>9}{c:>17.3f}")
@@ -426,17 +422,17 @@ def probe(target, reference: nn.Module | None, prompts: list[list[int]]) -> list
     check("distinct", min(pairs), min(pairs) > 1e-3, "closest pair of streams; 0 is one buffer handed out twice")
     worst = max(apart(a, b) for a, b in zip(four, one, strict=True))
     check("batch", worst, worst <= TOLERANCE, "samples in a batch of 4 against the same ones alone")
-    finals, logits = zip(*(target.plain(torch.tensor([ids], device=target.device)) for ids in rows), strict=True)
+    finals, logits = zip(*(target.plain(ids[None]) for ids in tensors), strict=True)
     worst = apart(one[-1], torch.cat(finals))
     check("capture off", worst, worst <= TOLERANCE, "the final state with capture and without")
     ours, theirs = torch.stack([target.lm_head(c.final[0, -1]) for c in alone]).float(), torch.stack(logits).float()
-    real = (ours[0] > -1e29).nonzero()[:, 0]             # ids that can come out of the target: padding cannot
+    real = ours[0] > -1e29                               # ids that can come out of the target: padding cannot
     ours, theirs = ours[:, real], theirs[:, real]
     regret = (ours.amax(-1) - ours.gather(1, theirs.argmax(-1, keepdim=True))[:, 0]) / rms(ours)
     check("next token", float(regret.max()), float(regret.max()) <= TOLERANCE,
           "how much lm_head(final) prefers another token than the target")
-    scale = apart(ours, theirs)
-    check("logits", scale, scale <= TOLERANCE, "lm_head(final) against the target's own logits")
+    worst = apart(ours, theirs)
+    check("logits", worst, worst <= TOLERANCE, "lm_head(final) against the target's own logits")
     check("depth", f"{cosine[0]:.3f}..{cosine[-2]:.3f}", k == 1 or cosine[-2] > cosine[0],
           "the deepest stream is nearer to the final state than the shallowest")
     for name, captured in (("shift", alone), ("shift of 4", together)):

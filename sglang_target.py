@@ -2,8 +2,8 @@
 
 One model runner per rank, tensor parallel over the ranks of a node, data parallel across nodes. Nothing of the engine
 is copied here. Its names move with every release, so all calls into it stand in this one file, for the releases that
-SUPPORTED lists; any other one is refused before it can capture the wrong layer. What `SGLangTarget` promises is what
-capture.py's `HFTarget` does. Read next: capture.py (the interface, the layer-id convention, `probe`).
+SUPPORTED lists; any other one is refused before it can capture the wrong layer. Read next: capture.py (the interface,
+the layer-id convention, `probe`).
 """
 import contextlib
 import difflib
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from capture import Captured, TargetEmbeddingsAndHead, check_layer_ids
+from capture import Captured, Session, Target, TargetEmbeddingsAndHead, check_layer_ids
 from ranks import GROUP_TIMEOUT, start_world
 
 SUPPORTED = ("0.5.23",)
@@ -149,11 +149,10 @@ def start_runner(path: str, layer_ids: tuple[int, ...], native: bool, dtype: tor
     return runner
 
 
-def has_native_capture(path: str, layer_ids: tuple[int, ...]) -> bool:
+def has_native_capture(architectures: list[str], layer_ids: tuple[int, ...]) -> bool:
     """Whether the engine itself returns these layers: not the embedding output, and only models with the setter."""
     from sglang.srt.models.registry import ModelRegistry
-    from transformers import AutoConfig
-    model, _ = ModelRegistry.resolve_model_cls(AutoConfig.from_pretrained(path).architectures)
+    model, _ = ModelRegistry.resolve_model_cls(architectures)
     return layer_ids[0] >= 0 and any(hasattr(model, f"set_{kind}_layers_to_capture") for kind in ("dspark", "dflash"))
 
 
@@ -231,12 +230,13 @@ class Slots:
                 f"{self.table.req_to_token.shape[1]} tokens, and its cache has room for {self.free()} more; raise "
                 "context_length, max_total_tokens or mem_fraction_static in the recipe's engine_args")
 
-    def open(self, name: str):
+    def open(self):
+        """An empty sequence."""
         from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.sampling.sampling_params import SamplingParams
         params = SamplingParams(temperature=0.0, max_new_tokens=1)
         params.normalize(None)
-        req = Req(rid=name, origin_input_text="", origin_input_ids=array("q"), sampling_params=params)
+        req = Req(rid="", origin_input_text="", origin_input_ids=array("q"), sampling_params=params)
         req.logprob_start_len, req.last_node = -1, self.tree.root_node
         req.lock = self.tree.lock(req.last_node)
         return req
@@ -289,37 +289,33 @@ class Slots:
 # The target
 
 
-class SGLangTarget:
-    """A target that SGLang runs; see HFTarget for what the methods promise. One per process at a time (`close` it)."""
+class SGLangTarget(Target):
+    """A target that SGLang runs. One per process at a time (`close` it)."""
 
     def __init__(self, runner, layer_ids: tuple[int, ...], native: bool, heads: TargetEmbeddingsAndHead, path, tp: int):
         from transformers import GenerationConfig
-        self.runner, self.layer_ids, self.native, self.tp = runner, layer_ids, native, tp
-        config = runner.model_config.hf_text_config
-        self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
-        self.embed_tokens, self.lm_head = heads.embed_tokens, heads.lm_head
-        self.vocab_size = self.embed_tokens.weight.shape[0]
-        self.device, self.dtype = self.embed_tokens.weight.device, self.embed_tokens.weight.dtype
-        self.generation_config = (GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").
-                                  is_file() else GenerationConfig.from_model_config(runner.model_config.hf_config))
-        self.slots = Slots(runner)
+        generation = (GenerationConfig.from_pretrained(path) if (Path(path) / "generation_config.json").is_file()
+                      else GenerationConfig.from_model_config(runner.model_config.hf_config))
+        super().__init__(layer_ids, runner.model_config.hf_text_config, heads.embed_tokens, heads.lm_head, generation)
+        self.runner, self.native, self.tp, self.slots = runner, native, tp, Slots(runner)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, layer_ids, dtype: torch.dtype | None = None, device="cpu",
-                        heads: dict | None = None, hook: bool = False, **engine_args) -> "SGLangTarget":
+                        heads: dict | None = None, **engine_args) -> "SGLangTarget":
         """Load a folder, on all ranks of a node together (collective).
 
-        dtype None: float32 on a CPU, bfloat16 elsewhere. heads: keywords of TargetEmbeddingsAndHead.
-        hook: capture by hook also where the engine has its own way. engine_args: SGLang's own names, e.g. page_size.
-        Raises ValueError for an engine version, an engine argument or a layer id that will not do.
+        dtype None: float32 on a CPU, bfloat16 elsewhere. heads: keywords of TargetEmbeddingsAndHead. engine_args:
+        SGLang's own names, e.g. page_size. ValueError for an engine version, an engine argument or a layer id that will
+        not do.
         """
         from transformers import AutoConfig
         device, world = torch.device(device), start_world()
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         import_engine()
         check_engine_args(engine_args)
-        layer_ids = check_layer_ids(layer_ids, AutoConfig.from_pretrained(path).get_text_config().num_hidden_layers)
-        native = not hook and has_native_capture(path, layer_ids)
+        config = AutoConfig.from_pretrained(path)
+        layer_ids = check_layer_ids(layer_ids, config.get_text_config().num_hidden_layers)
+        native = has_native_capture(config.architectures, layer_ids)
         # Read first: a checkpoint without these keys is known before an hour of loading.
         heads = TargetEmbeddingsAndHead(path, dtype, device, **heads or {})
         threads = torch.get_num_threads()
@@ -331,6 +327,7 @@ class SGLangTarget:
     @torch.no_grad()
     def _run(self, reqs: list, new: list[list[int]]) -> Captured:
         """States of the new tokens of all sequences, [1, sum of n, ...]."""
+        self.slots.check([(self.slots.length(req), len(ids)) for req, ids in zip(reqs, new, strict=True)])
         out = self.slots.extend(reqs, new)
         context, final = ((out.hidden_states, out.last_hidden_states) if self.native
                           else self.runner.model.__dict__.pop("captured"))
@@ -340,56 +337,27 @@ class SGLangTarget:
                              f"expected {wanted} and {(wanted[0], self.hidden_size)}")
         return Captured(context[None], final[None])
 
-    def capture(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Captured:
-        """input_ids [B, S], right-padded; attention_mask [B, S]. Padding is stripped before the engine sees it; up to
-        FORWARD_TOKENS tokens run in one forward."""
-        B, S = input_ids.shape
-        lengths = [S] * B if attention_mask is None else [int(n) for n in attention_mask.sum(1)]
-        context = torch.zeros(B, S, len(self.layer_ids) * self.hidden_size, dtype=self.dtype, device=self.device)
-        final = torch.zeros(B, S, self.hidden_size, dtype=self.dtype, device=self.device)
-        rows = [b for b in range(B) if lengths[b]]
-        while rows:
-            part = [rows.pop(0)]
-            while rows and self._fits([lengths[b] for b in [*part, rows[0]]]):
-                part.append(rows.pop(0))
-            states = self._capture([input_ids[b, :lengths[b]].tolist() for b in part])
-            for b, c, f in zip(part, *(x[0].split([lengths[b] for b in part]) for x in states), strict=True):
-                context[b, :lengths[b]], final[b, :lengths[b]] = c, f
-        return Captured(context, final)
+    def _fits(self, lengths: list[int]) -> bool:
+        return sum(lengths) <= FORWARD_TOKENS and self.slots.fits([(0, n) for n in lengths])
 
-    def _capture(self, samples: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Context and final of whole samples, [1, sum of their lengths, ...], in one forward."""
-        self.slots.check([(0, len(ids)) for ids in samples])
-        reqs = [self.slots.open(str(i)) for i in range(len(samples))]
+    def _whole(self, samples: list[Tensor]) -> Captured:
+        reqs = [self.slots.open() for _ in samples]
         try:
-            states = self._run(reqs, samples)
-            return states.context, states.final
+            return self._run(reqs, [ids[0].tolist() for ids in samples])
         finally:
             for req in reqs:
                 self.slots.close(req)
 
-    def _fits(self, lengths: list[int]) -> bool:
-        return sum(lengths) <= FORWARD_TOKENS and self.slots.fits([(0, n) for n in lengths])
-
     @torch.no_grad()
     def plain(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """For `probe`: final [S, H] and the last token's logits [V] of ids [1, S], with capture off."""
-        req = self.slots.open("plain")
-        try:
-            with capture_off(self.runner.model):
-                out = self.slots.extend([req], input_ids.tolist())
-            captured = self.runner.model.__dict__.pop("captured", (None, out.hidden_states))
-            return captured[1], out.next_token_logits[0]
-        finally:
-            self.slots.close(req)
+        with self.session() as session, capture_off(self.runner.model):
+            out = self.slots.extend(session.rows, input_ids.tolist())
+        captured = self.runner.model.__dict__.pop("captured", (None, out.hidden_states))
+        return captured[1], out.next_token_logits[0]
 
     def session(self, slots: int = 1) -> "SGLangSession":
         return SGLangSession(self, slots)
-
-    def drain(self) -> None:
-        """Wait for all device work, what the engine queued on its own streams included; see HFTarget.drain."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Let go of the model and its pool; another target may then be loaded in this process."""
@@ -397,19 +365,12 @@ class SGLangTarget:
         stop_runner()
 
 
-class SGLangSession:
-    """Growing sequences in the engine's pool, one or many, as HFSession describes; use as a context manager, so that
-    their slots always return."""
+class SGLangSession(Session):
+    """Rows in the engine's pool; leaving the `with` gives their slots back."""
 
-    def __init__(self, target: SGLangTarget, slots: int = 1):
+    def __init__(self, target: SGLangTarget, slots: int):
         self.target, self.slots = target, target.slots
-        self.rows = [self.slots.open("session")] if slots == 1 else []
-
-    def __enter__(self) -> "SGLangSession":
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.close()
+        self.rows = [self.slots.open()] if slots == 1 else []
 
     @property
     def length(self) -> int:
@@ -420,13 +381,12 @@ class SGLangSession:
         return self._extend(self.rows, ids)
 
     def _extend(self, rows: list, ids: Tensor) -> Captured:
-        self.slots.check([(self.slots.length(row), ids.shape[1]) for row in rows])
         states = self.target._run(rows, ids.tolist())
         return Captured(*(x[0].unflatten(0, tuple(ids.shape)) for x in (states.context, states.final)))
 
     def admit(self, ids: Tensor) -> Captured:
         """A new row that begins with ids [1, n]."""
-        self.rows.append(self.slots.open("session"))
+        self.rows.append(self.slots.open())
         return self._extend(self.rows[-1:], ids)
 
     def drop(self, row: int) -> None:
