@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 os.environ |= {                                  # before torch is imported
-    "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
-    "PYTHONFAULTHANDLER": "1", "no_proxy": "127.0.0.1,localhost"}
+    "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1",
+    "no_proxy": "127.0.0.1,localhost"}
 if hasattr(os, "sched_setaffinity"):             # others who test here at the same time have other numbers, mostly
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[(os.getpid() + i) % len(cores)] for i in range(2)})
@@ -28,6 +28,8 @@ def pytest_configure(config):
     """Whoever started the tests may be a rank. Not at import: ranks that tests start import this file too."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
+    if "not slow" in config.getoption("markexpr"):                   # before huggingface_hub is imported
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)
