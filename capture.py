@@ -453,7 +453,7 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     from data_glm import encode_prompt
-    from ranks import end_world, first_here_then_others, start_world
+    from ranks import first_here_then_others, start_world
     names = [name for name in sys.argv[2:] if name != "--alone"]
     if sys.argv[1:2] != ["probe"] or len(names) > 1:
         raise SystemExit("usage: python capture.py probe [recipe] [--alone]")
@@ -468,7 +468,7 @@ def main() -> None:
     print(f"{recipe.name} on {recipe.engine}, {str(target.dtype)[6:]}; {len(prompts)} prompts, each followed by "
           f"{PROBE_TOKENS} tokens of the target's own answer")
     failed = probe(target, reference, prompts)
-    end_world()
+    dist.destroy_process_group()
     if failed:
         raise SystemExit(f"probe failed: {', '.join(failed)}")
 

@@ -408,8 +408,8 @@ def main() -> None:
             dist.barrier()
     with plain_errors(), alone_in(Path("out") / recipe.name, world):
         train(recipe)
-    end_world()
 
 
 if __name__ == "__main__":
     main()
+    end_world()
