@@ -11,16 +11,20 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 os.environ |= {                                  # before torch is imported
-    "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1",
+    "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1",
     "no_proxy": "127.0.0.1,localhost"}
 if hasattr(os, "sched_setaffinity"):             # others who test here at the same time have other numbers, mostly
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[(os.getpid() + i) % len(cores)] for i in range(2)})
+# tqdm's lock is one for all processes that are forked here: killed while it holds it, one would stop those after it.
+os.register_at_fork(after_in_child=lambda: tqdm.set_lock(threading.RLock()))
 started: list[subprocess.Popen] = []
 
 
@@ -28,8 +32,8 @@ def pytest_configure(config):
     """Whoever started the tests may be a rank. Not at import: ranks that tests start import this file too."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    if "not slow" in config.getoption("markexpr"):                   # before huggingface_hub is imported
-        os.environ["HF_HUB_OFFLINE"] = "1"
+    if "not slow" in config.getoption("markexpr"):                   # the base tests; before huggingface_hub is imported
+        os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="session", autouse=True)
