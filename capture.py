@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recipe import get_recipe
-from targets import load_model, plain_errors, target_path
+from targets import decoder_of, load_model, plain_errors, target_path
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class HFTarget(Target):
 
     def __init__(self, model: nn.Module, layer_ids):
         self.model = model.eval().requires_grad_(False)
-        self.decoder = model.get_decoder()
+        self.decoder = decoder_of(model)
         if not hasattr(self.decoder, "layers"):
             raise ValueError(f"{type(model).__name__} has no stack of decoder layers that this version can find")
         super().__init__(layer_ids, model.config.get_text_config(), model.get_input_embeddings(),

@@ -39,7 +39,7 @@ from optimizers import make_optimizers
 from recipe import COTRAIN, Cotrain, recipe_hash
 from rollout import check_contract, engine_has_dflash2, generate, send, serves, serving_state, start_engine, tensor_hash
 from serve_check import interpret_triton, require_vllm
-from targets import download, flush, locked, plain_errors, target_path
+from targets import decoder_of, download, flush, locked, plain_errors, target_path
 from tasks import REASONING, hub_rows
 
 PATIENCE = 3                                     # due cycles without training, or failed publishes, before the run ends
@@ -93,7 +93,7 @@ def update_actor(model: nn.Module, optimizer, samples: list[dict], c: Cotrain) -
     for first in range(0, len(samples), c.actor_batch):
         part = samples[first:first + c.actor_batch]
         ids = pad_sequence([s["ids"] for s in part], batch_first=True).to(model.device)
-        final = model.get_decoder()(input_ids=ids).last_hidden_state     # right padding: nobody attends to it
+        final = decoder_of(model)(input_ids=ids).last_hidden_state     # right padding: nobody attends to it
         terms = []
         for row, tokens, s in zip(final, ids, part, strict=True):
             n = len(s["ids"])

@@ -179,7 +179,8 @@ def generate(model, prompts: list[list[int]], max_new_tokens: int, temperatures:
     from kvcache import ATTENTION, SlotCache  # not above: transformers takes two seconds to import
     grouped = model.config._attn_implementation == ATTENTION     # a model's own masks are for rows of one length
     slots = min(slots, len(prompts)) if grouped else 1
-    device, decoder, head, stop_ids = model.device, model.get_decoder(), model.get_output_embeddings(), set(stop_ids)
+    decoder, head = targets.decoder_of(model), model.get_output_embeddings()
+    device, stop_ids = model.device, set(stop_ids)
     shared = len(os.path.commonprefix([*prompts, min(prompts, key=len)[:-1]]))     # leaves a token of every prompt
     room = max(map(len, prompts)) + max_new_tokens
     layers = model.config.get_text_config().num_hidden_layers

@@ -113,6 +113,13 @@ def load_model(folder: str | Path, dtype, device="cpu", attention: str | None = 
     return pack_linears(model.to(device).eval())
 
 
+def decoder_of(model):
+    """The stack of decoder layers of a causal LM, whose `get_decoder` finds it: but for Llama 4, where it returns the
+    model with its head."""
+    decoder = model.get_decoder()
+    return decoder if hasattr(decoder, "layers") else getattr(decoder, "model", decoder)
+
+
 def mend_torchvision() -> None:
     """Let transformers import PyPI's torchvision, which SGLang brings, beside a CPU build of torch: it looks for two
     operators of its compiled part. Does nothing where CUDA is, or no torchvision."""

@@ -7,11 +7,13 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 import capture
 import sglang_target
 from capture import Captured, HFTarget, TargetEmbeddingsAndHead, probe
 from recipe import TINY
+from regen import generate
 from targets import target_path
 
 
@@ -170,6 +172,23 @@ def test_bfloat16_stays_near(target):
     got, want = half.capture(ids), target.capture(ids)
     assert got.context.dtype == got.final.dtype == torch.bfloat16
     assert all(1e-4 < capture.apart(a, b) < 0.05 for a, b in ((got.context, want.context), (got.final, want.final)))
+
+
+def test_a_model_whose_decoder_is_itself_is_read_and_decoded(tmp_path):
+    """Llama 4's `get_decoder` returns the model with its head."""
+    torch.manual_seed(0)
+    Llama4ForCausalLM(Llama4TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_local_experts=2, interleave_moe_layer_step=2,
+        attention_chunk_size=16, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )).save_pretrained(tmp_path)
+    target, ids = HFTarget.from_pretrained(tmp_path, (0, 2)), torch.randint(3, 64, (1, 12))
+    got, want = target.capture(ids), target.model(ids, output_hidden_states=True)
+    assert torch.equal(got.context, torch.cat([want.hidden_states[i] for i in (1, 3)], -1))
+    assert torch.equal(got.final, want.hidden_states[-1])
+    [(_, answer, _)] = generate(target.model, ids.tolist(), 3, [0.0], [0], [])
+    whole = target.model(torch.cat((ids, torch.tensor([answer])), 1)).logits[0, 11:-1]
+    assert whole.argmax(-1).tolist() == answer
 
 
 def test_engines_have_names():
