@@ -69,7 +69,7 @@ def check_contract(c: Cotrain, folder: str | Path | None, has_dflash2: bool | No
     for key in (*FLASH2, "block_size", "mask_token_id", "target_layer_ids"):
         if None not in (raw.get(key), nested.get(key)) and raw[key] != nested[key]:
             raise ValueError(f"{path}: {key} conflicts with dflash_config.{key}: {raw[key]} and {nested[key]}")
-    config = nested | {key: value for key, value in raw.items() if value is not None}
+    config = {key: value for part in (nested, raw) for key, value in part.items() if value is not None}
     if r.draft == "dflash2" and (missing := [key for key in FLASH2 if config.get(key) is None]):
         raise ValueError(f"{path}: missing {missing}, which the engine reads")
     ids, aux = config.get("target_layer_ids"), config.get("eagle_aux_hidden_state_layer_ids")

@@ -59,6 +59,10 @@ def test_a_good_drafter_gives_exactly_this_config(tmp_path):
     assert check_contract(C, flat, None)["num_speculative_tokens"] == 3
     nested = drafter(tmp_path / "nested", lambda raw: {k: v for k, v in raw.items() if k not in raw["dflash_config"]})
     assert check_contract(C, nested, True)["num_speculative_tokens"] == 3
+    unknown = ("block_size", "target_layer_ids", "num_target_layers", "draft_vocab_size")    # null: nothing is said
+    null = drafter(tmp_path / "null", lambda raw: without(raw, *unknown) | {
+        "dflash_config": raw["dflash_config"] | dict.fromkeys(unknown)})
+    assert check_contract(C, null, True)["num_speculative_tokens"] == 3
 
 
 @pytest.mark.parametrize("change, edit, message", [
