@@ -45,7 +45,12 @@ def answer_corpus(path: Path, settings: dict, ids: list, answer: Callable[[list]
     """
     noted, answers = path.parent / "settings.json", path.parent / "answers.jsonl"
     with locked(path.parent / "lock"):
-        if noted.is_file() and (old := json.loads(noted.read_text())) != settings:
+        try:
+            old = json.loads(noted.read_text()) if noted.is_file() else settings
+        except ValueError as error:
+            raise ValueError(f"{noted} is damaged ({error}); delete it if that folder's answers are of this recipe, "
+                             "else move the folder away; then run the same command again") from error
+        if old != settings:
             changed = ", ".join(k for k in {**old, **settings} if old.get(k) != settings.get(k))
             raise ValueError(f"{path.parent} was made with other settings ({changed}); move that folder away or set "
                              "the recipe back: one corpus must not mix the two")

@@ -292,6 +292,9 @@ def test_dead_servers_and_other_settings_end_with_a_sentence(prepared):
         data_glm.regen(RECIPE, [server.url], concurrency=1, **GIVEN)
     with pytest.raises(ValueError, match=r"made with other settings \(temperature\)"):
         data_glm.regen(RECIPE, [], temperature=0.1, top_p=None, top_k=None)
+    TRAIN.with_name("settings.json").write_text("")
+    with pytest.raises(ValueError, match=r"settings.json is damaged .* delete it if"):
+        data_glm.regen(RECIPE, [], **GIVEN)
     with pytest.raises(ValueError, match="regen writes corpora named \"regen:SOURCE\""):
         data_glm.regen(TINY, [], **GIVEN)
 
