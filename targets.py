@@ -341,7 +341,7 @@ def make_smollm2(folder: Path) -> None:
 def download(name: str, only: list[str] | None = None, kind: str = "model") -> Path:
     """A Hugging Face repository (kind "model" or "dataset"), or its files that match `only`, in the hub's own cache."""
     from huggingface_hub import snapshot_download
-    unwanted = ["*.bin", "*.pth", "*.gguf", "original/*", "*.msgpack", "*.h5"]
+    unwanted = ["*.bin", "*.pth", "*.gguf", "original/*", "*.msgpack", "*.h5"] if kind == "model" else []
     try:
         return Path(snapshot_download(name, repo_type=kind, allow_patterns=only, ignore_patterns=unwanted))
     except Exception as error:                   # its errors are of many kinds

@@ -9,6 +9,7 @@ from collections import Counter
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 import tasks
 from corpus import Rejected, collect, normalise, read_rows, records, source_files
@@ -253,11 +254,14 @@ def test_a_task_that_cannot_be_fetched_names_the_command_and_costs_nothing_else(
 
 
 def test_fetched_rows_come_in_the_order_of_the_files(tmp_path, monkeypatch):
-    """The hub's folder as it would be: parquet parts under the data set's own names."""
+    """The hub's folder as it would be: parquet parts under the data set's own names, and no name is left out."""
+    def snapshot(repo, ignore_patterns, **kwargs):
+        assert list(filter_repo_objects(["original/a.parquet"], ignore_patterns=ignore_patterns))
+        return str(tmp_path)
     (tmp_path / "main").mkdir()
     for part, name in enumerate(("b", "a")):
         rows = [{"question": f"q{name}{i}", "answer": "x"} for i in range(2)]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "main" / f"test-0000{1 - part}.parquet")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **kwargs: str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     tasks.build_tasks(("gsm8k",), tmp_path / "out")
     assert tasks.load_task("gsm8k", tmp_path / "out") == [q + SUFFIX for q in ("qa0", "qa1", "qb0", "qb1")]
