@@ -79,7 +79,8 @@ def problems(c: Cotrain, step: int) -> list[tuple[str, object]]:
 def advantages(rewards: list[float], group: int) -> list[float]:
     """GRPO: how much better an answer is than its siblings, in standard deviations; 0 where all are alike."""
     r = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
-    return ((r - r.mean(1, keepdim=True)) / (r.std(1, unbiased=False, keepdim=True) + 1e-6)).flatten().tolist()
+    a = (r - r.mean(1, keepdim=True)) / (r.std(1, unbiased=False, keepdim=True) + 1e-6)
+    return torch.where((r == r[:, :1]).all(1, keepdim=True), 0, a).flatten().tolist()    # a mean may be rounded
 
 
 def token_logp(head: nn.Module, final: Tensor, ids: Tensor, prompt: int) -> Tensor:

@@ -187,7 +187,7 @@ def test_without_a_setter_nothing_happens(monkeypatch):
 def test_advantages_compare_siblings():
     a = advantages([1, 0, 0, 0, 1, 1, 1, 1], 4)
     assert a[0] == pytest.approx(3**0.5, rel=1e-4) and a[1:4] == pytest.approx([-(3**-0.5)] * 3, rel=1e-4)
-    assert a[4:] == [0, 0, 0, 0]
+    assert a[4:] == [0, 0, 0, 0] and advantages([0.1] * 3, 3) == [0, 0, 0]
 
 
 def test_an_update_makes_good_answers_likelier_and_changes_nothing_at_zero_advantage():
