@@ -32,7 +32,7 @@ def pytest_configure(config):
     """Whoever started the tests may be a rank. Not at import: ranks that tests start import this file too."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    if "not slow" in config.getoption("markexpr"):                   # the base tests; before huggingface_hub is imported
+    if "not slow" in config.getoption("markexpr"):       # the base tests; before huggingface_hub is imported
         os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 

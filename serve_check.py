@@ -180,10 +180,10 @@ def gap(logits, token: int) -> float:
 
 
 def slot_logits(draft, hidden, previous):
-    """Logits [n, V] of a block's n slots from its rows [K, H], given the token before each slot [n]."""
+    """Logits [n, V] of a block's first n slots from its rows [K, H], given the token before each of them [n]."""
     import torch
     rows, state, found = hidden[-draft.config.slots:], None, []
-    for logits, row, token in zip(draft.logits(rows), rows, previous, strict=True):
+    for logits, row, token in zip(draft.logits(rows), rows, previous, strict=False):
         logits, state = draft.corrected(logits, row, token, state)
         found.append(logits)
     return torch.stack(found)
