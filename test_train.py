@@ -265,6 +265,23 @@ def test_a_failing_evaluation_does_not_stop_training(recipe, tmp_path, monkeypat
     assert same(weights(out / "latest"), weights(finished / "latest"))
 
 
+FAILS_ON_ONE = RUN.replace("import train\n", """import os
+import train
+def evaluate(*args, **kwargs):
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("on this rank only")
+    return {"task": {"accept_len": 2.0}}
+train.eval_deepspec.evaluate = evaluate
+""")
+
+
+def test_an_evaluation_that_fails_on_one_rank_is_left_by_all(recipe, tmp_path):
+    short = dataclasses.replace(recipe, max_steps=3, evals_per_epoch=2, eval_tasks=("none",))
+    out = tmp_path / "out"
+    output_of(start(short, out, 2, script=FAILS_ON_ONE), timeout=120)
+    assert (out / "step_3").exists() and not list(out.glob("step_*/best.json"))
+
+
 def test_the_best_checkpoints_are_kept(recipe, tmp_path, monkeypatch):
     scores = iter([1.1, 1.5, 1.2, 1.3, 1.4, 1.45])
     monkeypatch.setattr(train.eval_deepspec, "evaluate", lambda *a, **k: {"task": {"accept_len": next(scores)}},

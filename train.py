@@ -190,13 +190,12 @@ def evaluate(target, draft: DSparkDraft, recipe: Recipe, out: Path, step: int, d
             results = eval_deepspec.evaluate(target, copy.to(target.device, dtype).eval(), recipe, stop=stop)
     except Exception:
         say(f"the evaluation at step {step} failed, training goes on:\n{traceback.format_exc()}")
-    if any(gather(stop())):
-        return True
-    if not results:
-        return False
-    mean = sum(result["accept_len"] for result in results.values()) / len(results)
     best = max((json.loads(path.read_text())["accept_len"] for path in out.glob("step_*/best.json")), default=0.0)
-    record, better = {"step": step, "accept_len": mean, "tasks": results}, mean > gather(best)[0]
+    stopped, have, bests = zip(*gather((stop(), bool(results), best)), strict=True)
+    if any(stopped) or not all(have):            # where it failed on one rank, the others leave here with it
+        return any(stopped)
+    mean = sum(result["accept_len"] for result in results.values()) / len(results)
+    record, better = {"step": step, "accept_len": mean, "tasks": results}, mean > bests[0]
     if better:
         write_alike(out / f"step_{step}" / "best.json", record)
     if dist.get_rank() == 0:
