@@ -121,6 +121,8 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=1, help="processes per node, one per GPU")
     parser.add_argument("--samples", type=int, default=0, help="size of the corpus, for the number of steps")
     options = parser.parse_args()
+    if min(options.nnodes, options.nproc) < 1:
+        parser.error("--nnodes and --nproc are at least 1")
     recipe, ranks = get_recipe(options.recipe), options.nnodes * options.nproc
     tp = options.nproc if recipe.engine == "sglang" else 1
     samples = options.samples or recipe.corpus_size

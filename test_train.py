@@ -748,3 +748,11 @@ def test_every_group_gets_45_minutes(finished):
     for group in distributed_c10d._world.pg_map:
         timeout = group._get_backend(torch.device("cpu")).options._timeout
         assert timeout == (timedelta(seconds=7) if group is own else ranks.GROUP_TIMEOUT)
+
+
+def test_a_plan_for_no_process_is_a_usage_error(monkeypatch, capsys):
+    from plan import main
+    monkeypatch.setattr("sys.argv", ["plan.py", "tiny", "--nproc", "0"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "--nnodes and --nproc are at least 1" in capsys.readouterr().err
