@@ -13,6 +13,7 @@ import importlib.util
 import json
 import math
 import shutil
+import sys
 import time
 import traceback
 from collections import defaultdict
@@ -188,8 +189,9 @@ def evaluate(target, draft: DSparkDraft, recipe: Recipe, out: Path, step: int, d
         copy.load_tensors(full_tensors(draft, dtype))
         with torch.random.fork_rng():
             results = eval_deepspec.evaluate(target, copy.to(target.device, dtype).eval(), recipe, stop=stop)
-    except Exception:
-        say(f"the evaluation at step {step} failed, training goes on:\n{traceback.format_exc()}")
+    except Exception:                            # said by the rank where it happened, which need not be the first
+        tqdm.write(f"the evaluation at step {step} failed on rank {dist.get_rank()}, training goes on:\n"
+                   + traceback.format_exc(), file=sys.stderr)
     best = max((json.loads(path.read_text())["accept_len"] for path in out.glob("step_*/best.json")), default=0.0)
     stopped, have, bests = zip(*gather((stop(), bool(results), best)), strict=True)
     if any(stopped) or not all(have):            # where it failed on one rank, the others leave here with it
